@@ -1,0 +1,62 @@
+"""What users write to make an agent's world: reset, step. Text and messages, never tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from posttrain.task import Message, Task
+from posttrain.trajectory import StopReason, ToolCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the policy sees next.
+
+    Either `messages` (rendered by the chat template) or text: `head + text + tail`, where `text` is foreign (retrieved,
+    typed, computed) and is cut to the observation budget, while `head` and `tail` are the env's own markup and stay whole.
+    All of it is encoded so that none of it can become a control token.
+    """
+
+    text: str = ""
+    head: str = ""
+    tail: str = ""
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One turn of the policy: the text it wrote, without control tokens, and why it stopped."""
+
+    text: str
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The env's answer to an action. `reward` is credited to the last token of the action; None = none was given."""
+
+    observation: Observation | None = None
+    reward: float | None = None
+    done: bool = False
+    calls: tuple[ToolCall, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Env(Protocol):
+    """One episode's world; made anew for each episode.
+
+    Raise `posttrain.task.EpisodeInvalid(reason, detail)` when the episode cannot be judged.
+    """
+
+    stop_strings: tuple[str, ...]  # the policy's turn ends at the first of these
+    max_turns: int  # policy turns
+
+    async def reset(self, task: Task) -> Observation: ...
+
+    async def step(self, action: Action) -> Step: ...
+
+    async def close(self) -> None:
+        """Frees what the env holds; called once, whatever happened."""
+        ...

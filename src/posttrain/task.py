@@ -1,0 +1,99 @@
+"""What is asked of the policy, and what came of it. Standard library only.
+
+A reward is a `Score`, an `Invalid` (something broke: the sample must not train and must not enter a baseline) or an
+`Abstain` (the scorer has no opinion). A failure is never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]  # {"role": ..., "content": ..., optionally "tool_calls", "name"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One question for the policy.
+
+    `id` is unique over all data of a run: groups are formed by it, never by position.
+    `ground_truth` holds the accepted answers; empty means that the task has none (an env may score it itself).
+    `extra` carries every further column of the row to env, reward and log.
+    """
+
+    id: str
+    prompt: tuple[Message, ...]
+    ground_truth: tuple[str, ...] = ()
+    source: str = "default"
+    env: str | None = None
+    reward: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A finite reward with the named parts it was made of; `prediction` is the extracted answer (for maj@k)."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict[str, float])
+    prediction: str | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"a Score must be finite, got {self.value}; return Invalid(reason) when scoring failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """The sample is unusable: `reason` is a short counted key (`timeout`, `tool_down`, `reward_error`), `detail` is for people."""
+
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Abstain:
+    """The scorer declines to judge; the sample leaves the baseline but is not an error."""
+
+    reason: str = ""
+
+
+Outcome = Score | Invalid | Abstain
+
+
+class EpisodeInvalid(Exception):
+    """Raised by an env or tool when an episode cannot be judged (server down, deadline passed); becomes `Invalid`."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+def as_outcome(value: object) -> Outcome:
+    """Turns whatever a reward function returned into an `Outcome`.
+
+    None -> Abstain; NaN or infinity -> Invalid; bool, int, float and one-element numpy or torch values -> Score;
+    anything else -> TypeError, which the caller records as a reward error.
+    """
+    if isinstance(value, Score | Invalid | Abstain):
+        return value
+    if value is None:
+        return Abstain("reward returned None")
+    number = _as_float(value)
+    if not math.isfinite(number):
+        return Invalid("non_finite_reward", f"the reward function returned {number}")
+    return Score(number)
+
+
+def _as_float(value: object) -> float:
+    if isinstance(value, bool | int | float):
+        return float(value)
+    item = getattr(value, "item", None)  # numpy scalars, 0-d arrays and tensors; .item() raises on more than one element
+    if callable(item):
+        return _as_float(item())
+    raise TypeError(
+        f"a reward must be a number, Score, Invalid, Abstain or None; got {type(value).__name__}: {value!r:.200}"
+    )
