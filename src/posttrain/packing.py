@@ -1,0 +1,155 @@
+"""Trajectories -> one packed Batch, and slices of it. Padding-free: T tokens of S segments, one after another.
+
+Knows nothing of rewards' meaning, models or devices' contents. A `Batch` has the field names of a `Trajectory`, as tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from posttrain.trajectory import Source, Trajectory
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """T packed tokens of S segments; a segment is one trajectory. Optional fields are None until they are known."""
+
+    token_ids: Tensor  # [T] long
+    positions: Tensor  # [T] long, restarts at 0 in every segment
+    segment_ids: Tensor  # [T] long, 0..S-1, non-decreasing
+    loss_mask: Tensor  # [T] bool, True where the policy wrote the token; never at a segment's first token
+    episode_index: Tensor  # [T] long, several segments may share an episode
+    group_index: Tensor  # [T] long
+    rollout_logprobs: Tensor  # [T] float32, NaN where not sampled
+    policy_versions: Tensor  # [T] long, -1 where not sampled
+    rewards: Tensor  # [T] float32
+    lengths: list[int]  # [S]
+    advantages: Tensor | None = None  # [T]
+    weights: Tensor | None = None  # [T] loss weights, fixed for the whole mini-batch
+    old_logprobs: Tensor | None = None  # [T]
+    streams: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # further [T]
+
+    def __len__(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def segment_count(self) -> int:
+        return len(self.lengths)
+
+    def to(self, device: torch.device | str) -> Batch:
+        return _map_token_tensors(self, lambda tensor: tensor.to(device), self.lengths)
+
+
+def pack(trajectories: Sequence[Trajectory]) -> Batch:
+    """Packs trajectories in the given order. Indices of episodes and groups follow first appearance.
+
+    Raises ValueError for an empty list, for a trajectory without tokens, and for one whose first token was sampled
+    (it has no context to be predicted from).
+    """
+    if not trajectories:
+        raise ValueError("nothing to pack: the list of trajectories is empty")
+    for trajectory in trajectories:
+        if not len(trajectory):
+            raise ValueError(f"episode {trajectory.episode_id} has a trajectory without tokens")
+        if trajectory.source[0] is Source.POLICY:
+            raise ValueError(f"episode {trajectory.episode_id}: the first token was sampled without any context")
+    lengths = [len(trajectory) for trajectory in trajectories]
+    episodes: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    episode_index = [episodes.setdefault(t.episode_id, len(episodes)) for t in trajectories]
+    group_index = [groups.setdefault(t.group_id, len(groups)) for t in trajectories]
+    repeats = torch.tensor(lengths)
+    return Batch(
+        token_ids=torch.tensor([i for t in trajectories for i in t.token_ids]),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        segment_ids=torch.arange(len(lengths)).repeat_interleave(repeats),
+        loss_mask=torch.tensor([bit for t in trajectories for bit in t.loss_mask]),
+        episode_index=torch.tensor(episode_index).repeat_interleave(repeats),
+        group_index=torch.tensor(group_index).repeat_interleave(repeats),
+        rollout_logprobs=torch.tensor(
+            [math.nan if p is None else p for t in trajectories for p in t.rollout_logprobs], dtype=torch.float32
+        ),
+        policy_versions=torch.tensor([v for t in trajectories for v in t.policy_versions]),
+        rewards=torch.tensor([r for t in trajectories for r in (t.rewards or [0.0] * len(t))], dtype=torch.float32),
+        lengths=lengths,
+        streams=_pack_streams(trajectories),
+    )
+
+
+def _pack_streams(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    names = set(trajectories[0].streams)
+    for trajectory in trajectories:
+        if set(trajectory.streams) != names:
+            raise ValueError(
+                f"episode {trajectory.episode_id} has streams {sorted(trajectory.streams)}, others {sorted(names)}; "
+                "attach a stream to every trajectory of a batch or to none"
+            )
+    return {
+        name: torch.tensor([math.nan if x is None else x for t in trajectories for x in t.streams[name]])
+        for name in sorted(names)
+    }
+
+
+def select(batch: Batch, segments: Sequence[int]) -> Batch:
+    """The given whole segments, in the given order, with `segment_ids` renumbered from 0.
+
+    `episode_index` and `group_index` keep their values of the full batch.
+    """
+    starts = _starts(batch.lengths)
+    index = torch.cat([torch.arange(starts[s], starts[s] + batch.lengths[s]) for s in segments])
+    index = index.to(batch.token_ids.device)
+    lengths = [batch.lengths[s] for s in segments]
+    taken = _map_token_tensors(batch, lambda tensor: tensor[index], lengths)
+    renumbered = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return replace(taken, segment_ids=renumbered.to(index.device))
+
+
+def micro_batches(batch: Batch, tokens_per_micro_batch: int) -> list[Batch]:
+    """Splits a batch into micro-batches of whole segments with at most `tokens_per_micro_batch` tokens each.
+
+    Longest segments first into the first bin with room (first-fit decreasing): deterministic, close to the fewest bins.
+    Raises ValueError when one segment alone exceeds the budget.
+    """
+    return [select(batch, bin_) for bin_ in bins_of(batch.lengths, tokens_per_micro_batch)]
+
+
+def bins_of(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit decreasing: indices of `lengths` by bin, each bin's sum <= budget, indices ascending within a bin."""
+    longest = max(lengths)
+    if longest > budget:
+        raise ValueError(
+            f"a sequence of {longest} tokens does not fit tokens_per_micro_batch={budget}; "
+            f"raise it to at least {longest} or lower the episode's token limit"
+        )
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = next((b for b, free in enumerate(room) if free >= lengths[index]), None)
+        if fitting is None:
+            bins.append([])
+            room.append(budget)
+            fitting = len(bins) - 1
+        bins[fitting].append(index)
+        room[fitting] -= lengths[index]
+    return [sorted(bin_) for bin_ in bins]
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    return starts
+
+
+def _map_token_tensors(batch: Batch, change: Callable[[Tensor], Tensor], lengths: list[int]) -> Batch:
+    """Applies `change` to every [T] tensor, streams included."""
+    changed = {
+        f.name: change(getattr(batch, f.name)) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)
+    }
+    streams = {name: change(stream) for name, stream in batch.streams.items()}
+    return replace(batch, **changed, streams=streams, lengths=lengths)
