@@ -1,0 +1,122 @@
+"""Finds, checks and loads a decoder-only language model in Hugging Face layout. No pickle is ever read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from posttrain.trainer import attention
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class ModelConfig(BaseModel):
+    """Which model, and how it is held."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(description="a directory in Hugging Face layout (config.json, *.safetensors), or a hub id")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gradient_checkpointing: bool = Field(False, description="trade one more forward for activation memory")
+
+
+class ModelError(ValueError):
+    """The model at hand cannot be loaded or cannot be trained here; the message says why and what to do."""
+
+
+def pick_device(device: str) -> torch.device:
+    """auto: CUDA where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device is cuda but torch sees no CUDA device; use device: auto or cpu")
+    return torch.device(device)
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on CUDA; float32 on CPU, where bfloat16 products are slow."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ModelError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}, auto")
+    return DTYPES[dtype]
+
+
+def load_module(path: str | Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The causal language model at `path`, its attention ours, dropout off, on `device`.
+
+    Raises ModelError for a missing or incomplete directory, for pickled weights, and for tensors that the file lacks
+    or the model does not know (a silently random head would train).
+    """
+    check_directory(path)
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, output_loading_info=True
+        )
+    except OSError as error:
+        raise ModelError(
+            f"no model at {path!r}: it is no directory, and the hub did not give it either ({error}); "
+            "set model.path to a directory with config.json and *.safetensors"
+        ) from error
+    missing, mismatched = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
+    if missing or mismatched:
+        raise ModelError(f"{path}: the weights lack {missing[:5]} and differ in shape at {mismatched[:5]}")
+    switch_off_dropout(module)
+    return module.to(device).eval()
+
+
+def build_module(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A randomly initialised model from a transformers config; seed torch first."""
+    module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    switch_off_dropout(module)
+    return module.to(device).eval()
+
+
+def check_directory(path: str | Path) -> None:
+    """Names what is wrong with a local model directory; a path that looks like a hub id and is absent passes."""
+    directory = Path(path)
+    if not directory.exists():
+        if len(directory.parts) == 2 and not directory.is_absolute() and directory.parts[0] not in {".", ".."}:
+            return  # org/name: transformers asks its cache and the hub
+        raise ModelError(f"no model directory {path}; model.path must hold config.json and *.safetensors")
+    if not directory.is_dir():
+        raise ModelError(f"{path} is a file; model.path must be the directory that holds config.json and *.safetensors")
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json; is it a checkpoint's parent, or an adapter alone?")
+    try:
+        json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{directory / 'config.json'} is not JSON: {error}") from error
+    if not any(directory.glob("*.safetensors")):
+        pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
+        raise ModelError(
+            f"{path} holds pickled weights ({', '.join(pickles)}), which can run code when loaded and are refused; "
+            "convert them to safetensors first"
+            if pickles
+            else f"{path} has a config.json but no *.safetensors weights"
+        )
+
+
+def load_config(path: str | Path) -> Any:
+    """The transformers config at `path`, after the same checks."""
+    check_directory(path)
+    return AutoConfig.from_pretrained(str(path))
+
+
+def switch_off_dropout(module: nn.Module) -> None:
+    """Sampler and trainer must be one function: with dropout the ratio of a token to itself is not 1."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0  # type: ignore[assignment]

@@ -1,0 +1,235 @@
+"""The policy: a causal language model that gives the log-prob of every token it wrote.
+
+Sees only `Batch`es; never hears of rewards, groups or algorithms. `logprobs[t]` is log p(token t | tokens of the same
+segment before t) at `temperature`, 0.0 where `loss_mask` is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.packing import Batch
+from posttrain.trainer.attention import AttentionContext, PackedAttention, VarlenAttention, layout_of, use_varlen
+from posttrain.trainer.fused import LogitsRule, fused_logprobs
+from posttrain.trainer.loading import ModelConfig, ModelError, build_module, load_module, pick_device, pick_dtype
+
+
+class Policy:
+    """A module with its `version`: the optimizer steps behind its weights (the loop counts)."""
+
+    def __init__(self, module: nn.Module, *, version: int = 0, check: bool = True) -> None:
+        self.module = module
+        self.version = version
+        self.rule = logits_rule(module)
+        self.decoder = decoder_of(module)
+        if check:
+            check_policy(self)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        *,
+        version: int = 0,
+    ) -> Policy:
+        """Loads safetensors in Hugging Face layout. Raises ModelError naming what is wrong with the directory."""
+        place = pick_device(str(device))
+        return cls(load_module(path, place, pick_dtype(dtype, place)), version=version)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, version: int = 0) -> Policy:
+        policy = cls.load(config.path, config.device, config.dtype, version=version)
+        if config.gradient_checkpointing:
+            policy.checkpoint_activations()
+        return policy
+
+    @classmethod
+    def random(cls, config: Any, *, seed: int, device: str = "cpu", dtype: str | torch.dtype = torch.float32) -> Policy:
+        """Fresh weights of a transformers config; the global random state is left as it was."""
+        place = pick_device(device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls(build_module(config, place, pick_dtype(dtype, place)))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The trainable ones, by name, in the module's order; tied weights once."""
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
+        """[T] float32, differentiable unless under no_grad."""
+        return self._at_policy_tokens(batch, temperature, with_entropy=False)[0]
+
+    def logprobs_and_entropy(self, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """([T] log-probs, [T] entropies of the distributions the tokens were drawn from), 0.0 off the mask."""
+        logprobs, entropy = self._at_policy_tokens(batch, temperature, with_entropy=True)
+        assert entropy is not None
+        return logprobs, entropy
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        """[1, R, K] last hidden states of one row of R tokens; `attention` says who sees whom."""
+        out = self.decoder(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention=attention
+        )
+        return out.last_hidden_state
+
+    def next_token_logits(self, hidden: Tensor) -> Tensor:
+        """[.., V] float32 logits as the model itself would give them (before temperature)."""
+        return self.rule.apply(head_of(self.module)(hidden))
+
+    def checkpoint_activations(self) -> None:
+        """Recomputes activations in the backward pass. Transformers does it in train mode only; dropout is off anyway."""
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        self.module.train()
+
+    def save(self, directory: str | Path, tokenizer: Any = None) -> None:
+        """Writes Hugging Face layout (config.json, model.safetensors); with a tokenizer, its files as they are."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        self.module.save_pretrained(target)  # type: ignore[operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+
+    def _at_policy_tokens(
+        self, batch: Batch, temperature: float, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        batch = batch.to(self.device)
+        rows, hidden = packed_hidden_states(self, batch)
+        written = batch.loss_mask.nonzero()[:, 0]
+        head = head_of(self.module)
+        logprobs, entropy = fused_logprobs(
+            hidden[rows[written - 1]],  # token t is predicted from its predecessor, which is of the same segment
+            head.weight,
+            head.bias,
+            batch.token_ids[written],
+            temperature=temperature,
+            rule=self.rule,
+            with_entropy=with_entropy,
+        )
+        return _scatter(logprobs, written, len(batch)), None if entropy is None else _scatter(
+            entropy, written, len(batch)
+        )
+
+
+def packed_hidden_states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """([T] row of each token, [R, K] hidden states by row) of a policy or critic."""
+    if use_varlen(model.device, model.dtype, model.config):
+        layout = layout_of(batch.lengths, model.device, pad=False)
+        ends = torch.tensor([0, *batch.lengths], device=model.device).cumsum(0).to(torch.int32)
+        context: AttentionContext = VarlenAttention(batch.lengths, ends)
+    else:
+        layout = layout_of(batch.lengths, model.device)
+        context = PackedAttention(layout)
+    of_row = layout.token_of_row
+    hidden = model.hidden_states(batch.token_ids[of_row], batch.positions[of_row], context)
+    return layout.row_of_token, hidden[0]
+
+
+def _scatter(values: Tensor, index: Tensor, count: int) -> Tensor:
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_copy(0, index, values)
+
+
+def decoder_of(module: nn.Module) -> nn.Module:
+    """The stack of layers below the head. LoRA layers live inside it; prompt tuning lives around it and is refused."""
+    config = getattr(module, "active_peft_config", None)
+    if config is not None and getattr(config, "is_prompt_learning", False):
+        raise ModelError(
+            f"{config.peft_type} puts virtual tokens before the input; only adapters inside layers train here"
+        )
+    inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+    decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner.base_model
+    if decoder is inner:
+        raise ModelError(f"{type(inner).__name__} has no decoder below a head; load a causal language model")
+    return decoder
+
+
+def head_of(module: nn.Module) -> nn.Linear:
+    """The output embedding; its weight may be tied to the input embedding."""
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"the head is a {type(head).__name__}, not a Linear; exclude lm_head from adapters")
+    return head
+
+
+def logits_rule(module: nn.Module) -> LogitsRule:
+    """What the architecture does to its head's output, as its config tells; the start-up check has the last word."""
+    config: Any = module.config
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+    return LogitsRule(scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+CHECK_LENGTHS = (5, 9, 3)
+CHECK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+
+
+@torch.no_grad()
+def check_policy(policy: Policy, lengths: Sequence[int] = CHECK_LENGTHS) -> None:
+    """Packed, fused log-probs of a few random tokens must equal the model's own, one sequence at a time.
+
+    Catches architectures that post-process logits, carry state besides attention, or express windows as masks only.
+    Raises ModelError.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(policy.config.vocab_size, (n,), generator=generator) for n in lengths]
+    batch = probe_batch(ids)
+    packed = policy.logprobs(batch).cpu()
+    plain = torch.cat([plain_logprobs(policy.module, sequence.to(policy.device)).cpu() for sequence in ids])
+    gap = (packed - plain).abs().max().item()
+    if not gap <= CHECK_TOLERANCE[policy.dtype]:
+        raise ModelError(
+            f"{type(policy.module).__name__}: packed log-probs differ from the model's own by {gap:.3g} "
+            f"(allowed {CHECK_TOLERANCE[policy.dtype]}); this architecture does something to its logits, or between "
+            "tokens, that the trainer does not know of"
+        )
+
+
+def plain_logprobs(module: nn.Module, token_ids: Tensor) -> Tensor:
+    """[L] log-probs by the model's own forward with transformers' eager attention, 0.0 at the first token."""
+    own = module.config._attn_implementation  # type: ignore[union-attr]
+    module.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        logits = module(input_ids=token_ids[None], use_cache=False).logits[0].float()
+    finally:
+        module.set_attn_implementation(own)  # type: ignore[operator]
+    following = logits[:-1].log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
+    return torch.cat([following.new_zeros(1), following])
+
+
+def probe_batch(sequences: Sequence[Tensor]) -> Batch:
+    """A batch of bare token lists in which everything but first tokens counts as written by the policy."""
+    lengths = [len(sequence) for sequence in sequences]
+    repeats = torch.tensor(lengths)
+    segments = torch.arange(len(lengths)).repeat_interleave(repeats)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    count = sum(lengths)
+    return Batch(
+        token_ids=torch.cat(list(sequences)),
+        positions=positions,
+        segment_ids=segments,
+        loss_mask=positions > 0,
+        episode_index=segments,
+        group_index=segments,
+        rollout_logprobs=torch.full((count,), float("nan")),
+        policy_versions=torch.where(positions > 0, 0, -1),
+        rewards=torch.zeros(count),
+        lengths=lengths,
+    )
