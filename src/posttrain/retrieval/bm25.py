@@ -1,0 +1,150 @@
+"""BM25 in this process: scores precomputed by bm25s, looked up through its sparse columns.
+
+Robertson's term saturation with Lucene's idf, ln(1 + (N - df + .5) / (df + .5)), which is positive for every term: a
+score of 0 means that no term matched, and such a passage is never returned (Kamphuis et al. 2020, "Which BM25 do you
+mean?"). bm25s' own `retrieve` breaks ties arbitrarily and costs more than the search itself on a small corpus, so only
+its index is used.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import bm25s
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.retrieval.analysis import Analyzer, needs_bigrams
+from posttrain.retrieval.protocol import Passage, check_top_k
+
+ENGLISH_STOP_WORDS: tuple[str, ...] = tuple(bm25s.stopwords.STOPWORDS_EN)
+LANGUAGE_SAMPLE = 256  # passages that decide whether the corpus is of a script without spaces
+_CELLS_PER_CHUNK = 1 << 16  # queries x passages scored at once: 512 kB of float64 stays in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class TermScores:
+    """The score of every term in every passage that has it: a sparse [N passages, V terms] matrix in columns.
+
+    Term `t` of `vocabulary` scores `data[indptr[t]:indptr[t+1]]` in the passages `indices[indptr[t]:indptr[t+1]]`,
+    which ascend.
+    """
+
+    vocabulary: dict[str, int]
+    data: NDArray[np.float32]  # [nnz]
+    indices: NDArray[np.int32]  # [nnz]
+    indptr: NDArray[np.int64]  # [V + 1]
+
+
+def score_terms(texts: Iterable[str], analyzer: Analyzer, *, k1: float = 1.5, b: float = 0.75) -> TermScores:
+    """Reads every text once; raises ValueError when none of them has a term."""
+    vocabulary: dict[str, int] = {}
+    documents = [
+        array("i", [vocabulary.setdefault(term, len(vocabulary)) for term in analyzer.terms(text)]) for text in texts
+    ]
+    if not vocabulary:
+        raise ValueError(f"none of {len(documents)} passages has a searchable term (a word of two or more characters)")
+    engine = bm25s.BM25(k1=k1, b=b, method="lucene")
+    engine.index((documents, vocabulary), create_empty_token=False, show_progress=False)
+    columns = engine.scores
+    return TermScores(vocabulary, columns["data"], columns["indices"], columns["indptr"].astype(np.int64))
+
+
+class BM25Retriever:
+    """Searches `passages` by `scores`, in order of score; equal scores in order of the passages.
+
+    Runs on the caller's thread without a single suspension, so that an episode's course never depends on timing. A
+    query without a known term finds nothing: an empty list. A term that occurs twice in a query counts twice.
+    """
+
+    def __init__(
+        self, passages: Sequence[Passage], scores: TermScores, analyzer: Analyzer, *, cached_queries: int = 4096
+    ) -> None:
+        self.passages = passages
+        self.analyzer = analyzer
+        self._scores = scores
+        self._cache: dict[tuple[str, int], tuple[Passage, ...]] = {}  # insertion order = least recently used first
+        self._cached_queries = cached_queries
+        self._queries_per_chunk = max(1, _CELLS_PER_CHUNK // len(passages))
+
+    @classmethod
+    def from_passages(
+        cls,
+        passages: Iterable[Passage],
+        *,
+        k1: float = 1.5,
+        b: float = 0.75,
+        stop_words: Iterable[str] = ENGLISH_STOP_WORDS,
+    ) -> BM25Retriever:
+        """Indexes passages held in memory."""
+        kept = list(passages)
+        analyzer = Analyzer(stop_words, bigrams=needs_bigrams(passage.contents for passage in kept[:LANGUAGE_SAMPLE]))
+        return cls(kept, score_terms((passage.contents for passage in kept), analyzer, k1=k1, b=b), analyzer)
+
+    async def retrieve(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        return self.search(queries, top_k)
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """One list of at most `top_k` passages per query; a query's answer does not depend on its companions."""
+        check_top_k(top_k)
+        cache = self._cache
+        missing = [query for query in dict.fromkeys(queries) if (query, top_k) not in cache]
+        fresh = dict(zip(missing, self._search_uncached(missing, top_k), strict=True)) if missing else {}
+        found = [fresh[query] if query in fresh else self._from_cache(query, top_k) for query in queries]
+        self._remember(fresh, top_k)
+        return [list(passages) for passages in found]
+
+    def _from_cache(self, query: str, top_k: int) -> tuple[Passage, ...]:
+        passages = self._cache.pop((query, top_k))
+        self._cache[query, top_k] = passages
+        return passages
+
+    def _remember(self, fresh: dict[str, tuple[Passage, ...]], top_k: int) -> None:
+        for query, passages in fresh.items():
+            self._cache[query, top_k] = passages
+        while len(self._cache) > self._cached_queries:
+            del self._cache[next(iter(self._cache))]
+
+    def _search_uncached(self, queries: list[str], top_k: int) -> list[tuple[Passage, ...]]:
+        known = self._scores.vocabulary
+        terms = [[known[term] for term in self.analyzer.terms(query) if term in known] for query in queries]
+        found: list[tuple[Passage, ...]] = []
+        for start in range(0, len(terms), self._queries_per_chunk):
+            chunk = terms[start : start + self._queries_per_chunk]
+            found.extend(self._best(row, top_k) for row in self._passage_scores(chunk))
+        return found
+
+    def _passage_scores(self, terms: list[list[int]]) -> NDArray[np.float64]:  # [Q, N]
+        """Sums in float64 and in order of the query's terms, so that a batch gives the bits of single queries."""
+        rows, width = len(terms), len(self.passages)
+        columns = [term for query in terms for term in query]
+        if not columns:
+            return np.zeros((rows, width))
+        indices, data, indptr = self._scores.indices, self._scores.data, self._scores.indptr
+        starts, ends = indptr[columns].tolist(), indptr[[term + 1 for term in columns]].tolist()
+        cells = np.concatenate([indices[start:end] for start, end in zip(starts, ends, strict=True)])
+        values = np.concatenate([data[start:end] for start, end in zip(starts, ends, strict=True)])
+        if rows > 1:
+            offsets = [row * width for row, query in enumerate(terms) for _ in query]
+            cells = cells + np.repeat(offsets, np.subtract(ends, starts))
+        sums = np.asarray(np.bincount(cells, values, rows * width), dtype=np.float64)
+        return sums.reshape(rows, width)
+
+    def _best(self, scores: NDArray[np.float64], top_k: int) -> tuple[Passage, ...]:  # scores [N]
+        candidates = np.flatnonzero(scores)
+        values = scores[candidates]
+        if len(values) > top_k:
+            threshold = np.partition(values, len(values) - top_k)[len(values) - top_k]
+            kept = values >= threshold  # may hold more than top_k where scores tie: the stable sort decides
+            candidates, values = candidates[kept], values[kept]
+        order = np.argsort(-values, kind="stable")[:top_k]
+        return tuple(self._passage(int(candidates[i]), float(values[i])) for i in order)
+
+    def _passage(self, row: int, score: float) -> Passage:
+        passage = self.passages[row]
+        return Passage(passage.id, passage.contents, score)
