@@ -39,7 +39,8 @@ class AttentionContext(Protocol):
         *,
         scaling: float,
         sliding_window: int | None = None,  # a token sees this many tokens, itself included; None = all before it
-        **extras: Any,  # softcap: float, sinks: [H]; passed only by models that have them
+        softcap: float | None = None,  # these two are passed only by models that have them;
+        sinks: Tensor | None = None,  # [H]; a context that cannot apply them must not take them silently
     ) -> Tensor:  # [1, T, H, D]
         ...
 
@@ -217,8 +218,11 @@ class VarlenAttention:
         *,
         scaling: float,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        assert varlen_attn is not None, "use_varlen was not asked"
+        if varlen_attn is None or softcap is not None or sinks is not None:
+            raise NotImplementedError("varlen attention lacks soft caps and sinks; use_varlen tells when to use it")
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
         if not VARLEN_TAKES_GQA and q.shape[1] != k.shape[1]:

@@ -1,7 +1,7 @@
 """Hidden states -> log-prob of the target (and entropy), a chunk of positions at a time, forward and backward.
 
 The [N, V] logits are never held at once: a chunk's logits live while it is worked on and are computed again in the
-backward pass. Sums are in float32 whatever the dtype of the model. Not here: which positions count (the caller gathers).
+backward pass. Sums are in float32 whatever the dtype of the model. Not here: which positions count.
 
     z = cap * tanh(scale * (h W^T + b) / cap) / temperature         (scale 1, no cap: most models)
     logprob = z_y - lse(z),      entropy = lse(z) - sum_v p_v z_v

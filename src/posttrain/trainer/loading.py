@@ -60,7 +60,7 @@ def load_module(path: str | Path, device: torch.device, dtype: torch.dtype) -> n
     """
     check_directory(path)
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, output_loading_info=True
         )
     except OSError as error:
@@ -68,6 +68,7 @@ def load_module(path: str | Path, device: torch.device, dtype: torch.dtype) -> n
             f"no model at {path!r}: it is no directory, and the hub did not give it either ({error}); "
             "set model.path to a directory with config.json and *.safetensors"
         ) from error
+    module, info = loaded
     missing, mismatched = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
     if missing or mismatched:
         raise ModelError(f"{path}: the weights lack {missing[:5]} and differ in shape at {mismatched[:5]}")

@@ -96,7 +96,7 @@ class Policy:
         return self.rule.apply(head_of(self.module)(hidden))
 
     def checkpoint_activations(self) -> None:
-        """Recomputes activations in the backward pass. Transformers does it in train mode only; dropout is off anyway."""
+        """Recomputes activations in the backward pass; transformers does so in train mode only (dropout is off)."""
         self.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         self.module.train()
 
@@ -154,7 +154,7 @@ def decoder_of(module: nn.Module) -> nn.Module:
         raise ModelError(
             f"{config.peft_type} puts virtual tokens before the input; only adapters inside layers train here"
         )
-    inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+    inner: Any = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner.base_model
     if decoder is inner:
         raise ModelError(f"{type(inner).__name__} has no decoder below a head; load a causal language model")

@@ -1,0 +1,203 @@
+"""AdamW with a learning-rate schedule, gradient clipping and a guard against non-finite gradients.
+
+Every count here is in optimizer steps (updates). A skipped step changes nothing: no weight, no moment, no count.
+Not here: the loss, and when to step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+STEPS_DONE = "steps_done"
+MASTER = "master"
+
+
+class OptimizerConfig(BaseModel):
+    """AdamW (Loshchilov & Hutter 2019) and its schedule."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0, description="not applied to norms and biases")
+    warmup_optimizer_steps: int = Field(0, ge=0, description="linear from lr / warmup to lr")
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="end of linear and cosine, as a share of lr")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="global norm; None = no clipping")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one call of `Optimizer.step` did."""
+
+    grad_norm: float  # before clipping; may be non-finite when skipped
+    lr: float  # the rate used (that would have been used, when skipped)
+    skipped: bool  # non-finite gradients: weights and counters unchanged
+
+
+def lr_at(config: OptimizerConfig, step: int, total_steps: int | None = None) -> float:
+    """Learning rate of optimizer step `step` (0-based), of `total_steps` in all.
+
+    Warm-up: lr * (step + 1) / warmup while step < warmup. Then constant, or linear / half a cosine from lr at the first
+    step after warm-up to lr * min_lr_ratio at step total_steps - 1; beyond that the last value is kept.
+    Raises ValueError when a decaying schedule is not told `total_steps`.
+    """
+    if step < config.warmup_optimizer_steps:
+        return config.lr * (step + 1) / config.warmup_optimizer_steps
+    if config.schedule == "constant":
+        return config.lr
+    if total_steps is None:
+        raise ValueError(f"schedule {config.schedule!r} decays over the run: it needs the number of optimizer steps")
+    span = max(1, total_steps - 1 - config.warmup_optimizer_steps)
+    done = min(1.0, (step - config.warmup_optimizer_steps) / span)
+    remaining = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
+
+
+class Optimizer:
+    """Steps named parameters; `steps_done` counts the updates that happened.
+
+    Half-precision parameters get float32 master copies: at the learning rates of RL an update is smaller than the
+    spacing of bfloat16 and would round to nothing. The moments are float32 then, too.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total_steps: int | None = None
+    ) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.steps_done = 0
+        self.named = dict(parameters)
+        if not self.named:
+            raise ValueError("nothing to optimize: no parameter requires a gradient")
+        lr_at(config, config.warmup_optimizer_steps, total_steps)  # a schedule that cannot be computed fails at once
+        self._masters = {
+            name: p if p.dtype in {torch.float32, torch.float64} else nn.Parameter(p.detach().float())
+            for name, p in self.named.items()
+        }
+        self._adamw = torch.optim.AdamW(
+            _groups(self._masters.values(), config.weight_decay),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=all(p.device.type in {"cpu", "cuda"} for p in self._masters.values()),
+        )
+
+    @property
+    def lr(self) -> float:
+        """Of the next step."""
+        return lr_at(self.config, self.steps_done, self.total_steps)
+
+    def zero_grad(self) -> None:
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    def step(self) -> StepReport:
+        """Clips, updates, clears the gradients. Skips the update when the gradient norm is not finite."""
+        lr = self.lr
+        norm = clip_grad_norm([p.grad for p in self.named.values() if p.grad is not None], self.config.max_grad_norm)
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._step_masters()
+            self.steps_done += 1
+        self.zero_grad()
+        return StepReport(norm, lr, skipped)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All that a bit-exact resume needs, flat, for safetensors: `NAME/exp_avg`, `NAME/master`, .., `steps_done`."""
+        tensors = {STEPS_DONE: torch.tensor(self.steps_done)}
+        for name, master in self._masters.items():
+            if master is not self.named[name]:
+                tensors[f"{name}/{MASTER}"] = master.detach().clone()
+            for key, value in self._adamw.state.get(master, {}).items():
+                tensors[f"{name}/{key}"] = torch.as_tensor(value).detach().clone().contiguous()
+        return tensors
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_tensors`; the parameters of float32 models are loaded by `Policy.load`, not here.
+
+        Raises ValueError, naming tensors, when the state is of another model.
+        """
+        states = _by_parameter(tensors, self.named)
+        for name, master in self._masters.items():
+            state = {key: value.to(master.device, copy=True) for key, value in states[name].items()}
+            saved_master = state.pop(MASTER, None)
+            if saved_master is not None:
+                with torch.no_grad():
+                    master.copy_(saved_master)
+                    self.named[name].copy_(saved_master)
+            self._adamw.state[master] = state
+        self.steps_done = int(tensors[STEPS_DONE].item())
+
+    def _step_masters(self) -> None:
+        for name, master in self._masters.items():
+            parameter = self.named[name]
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.float()
+        self._adamw.step()
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                if master is not self.named[name]:
+                    self.named[name].copy_(master)
+                    master.grad = None
+
+
+def _by_parameter(tensors: Mapping[str, Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
+    """{parameter: {state key: tensor}} for every parameter. Raises ValueError when the state is of another model."""
+    if STEPS_DONE not in tensors:
+        raise ValueError(f"the optimizer state has no {STEPS_DONE}; it holds {sorted(tensors)[:5]}")
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in named}
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        if full_name == STEPS_DONE:
+            continue
+        if name not in named:
+            raise ValueError(f"optimizer state {full_name!r} belongs to no trainable parameter of this model")
+        if value.dim() and value.shape != named[name].shape:
+            shapes = f"{tuple(value.shape)}, the parameter {tuple(named[name].shape)}"
+            raise ValueError(f"optimizer state {full_name} has shape {shapes}")
+        states[name][key] = value
+    missing = [name for name, state in states.items() if not state]
+    if missing and len(missing) < len(named):
+        raise ValueError(f"the optimizer state lacks {missing[:5]}; was it saved with other trainable parameters?")
+    return states
+
+
+def clip_grad_norm(grads: list[Tensor], max_norm: float | None) -> float:
+    """Global 2-norm of the gradients (before clipping); scales them in place when it is finite and above `max_norm`."""
+    if not grads:
+        return 0.0
+    norm = torch.nn.utils.get_total_norm(grads)
+    value = float(norm)
+    if max_norm is not None and math.isfinite(value) and value > max_norm:
+        torch._foreach_mul_(grads, max_norm / (value + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
+    return value
+
+
+def non_finite_segments(segment_ids: Tensor, mask: Tensor, *values: Tensor) -> list[int]:
+    """Segments of a micro-batch with NaN or infinity at a masked-in token of any of `values` ([T] each).
+
+    For the dump that goes with a non-finite loss: pass log-probs, per-token losses, advantages, old log-probs.
+    """
+    bad = torch.zeros_like(mask)
+    for value in values:
+        bad |= ~torch.isfinite(value.detach())
+    return sorted(set(segment_ids[bad & mask].tolist()))
+
+
+def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    """Matrices decay; vectors (norms, biases) do not."""
+    parameters = list(parameters)
+    matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay}
+    vectors = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
+    return [group for group in (matrices, vectors) if group["params"]]
