@@ -1,0 +1,138 @@
+"""The `data` section of a run: which files, which rows of them, and how a row becomes a task."""
+
+from __future__ import annotations
+
+import string
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+Scalar = str | int | float | bool
+GLOB_CHARACTERS = frozenset("*?[")
+
+
+class Columns(BaseModel):
+    """Which column holds what; a dotted name reaches into nested values (`reward_model.ground_truth`).
+
+    A name left out is looked for among the usual ones (`posttrain.data.fields.USUAL_COLUMNS`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: str | None = None  # text, or a list of chat messages; not needed with a prompt_template
+    ground_truth: str | tuple[str, ...] | None = None  # several columns: the answers of all of them are accepted
+    id: str | None = None  # unique in the source; without one, ids are made from the row's content
+    source: str | None = None  # what results are grouped by, and what verl routes its rewards by
+    env: str | None = None
+    reward: str | None = None
+
+
+def _one_as_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class SourceConfig(BaseModel):
+    """One part of the data: files of one shape. A bare path stands for `{path: ...}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Annotated[tuple[str, ...], BeforeValidator(_one_as_many), Field(min_length=1)]  # files or globs
+    name: str = ""  # default: the file's name without extensions; with a glob, its folder's name
+    weight: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False
+    )  # share of the tasks drawn; all sources or none
+    where: dict[str, Scalar | tuple[Scalar, ...]] = {}  # keep rows whose column equals this (or one of these)
+    limit: int | None = Field(default=None, ge=1)  # keep the first rows that `where` lets through
+    columns: Columns = Columns()
+    prompt_template: str | None = None  # e.g. "Question: {question}\n": one user message, made from columns
+    system_prompt: str | None = None
+    ground_truth_format: Literal["answers", "json_answers", "opaque"] = "answers"
+    # answers: text, number, list of these or {"target": ...}; json_answers: JSON text of one of these;
+    # opaque: any value, kept as one string (rubrics)
+    ground_truth_required: bool = True  # false: a row may lack it, the env scores by itself
+    answer_after: str | None = Field(default=None, min_length=1)  # keep what follows the last of these, e.g. "####"
+    bool_answers: tuple[str, str] | None = None  # what true and false stand for, e.g. [yes, no]
+    env: str | None = None
+    reward: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _template_names_columns(cls, template: str | None) -> str | None:
+        if template is not None and not template_columns(template):
+            raise ValueError(f"prompt_template {template!r} names no column, so that every prompt would be the same")
+        return template
+
+    @property
+    def default_name(self) -> str:
+        first = PurePath(self.path[0])
+        globbed = next((i for i, part in enumerate(first.parts) if GLOB_CHARACTERS & set(part)), None)
+        if globbed is not None:
+            folders = [part for part in first.parts[:globbed] if part not in ("/", "..", ".")]
+            return folders[-1] if folders else "data"
+        return first.name.split(".")[0] or first.name
+
+
+def _sources(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
+Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_sources)]
+
+
+class DataConfig(BaseModel):
+    """Training and evaluation tasks. The short form is `train: path/to/file`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    train: Sources = ()
+    eval: Sources = ()
+    max_prompt_tokens: int | None = Field(
+        default=None, ge=1
+    )  # counted on the very ids that will be sent; None = no limit
+    overlong: Literal["error", "drop"] = "error"  # what becomes of tasks over that limit
+    invalid: Literal["error", "drop"] = "error"  # what becomes of rows that cannot be used
+    changed: Literal["error", "continue"] = "error"  # on resume, when rows were added, removed or edited
+    shuffle: bool = True
+    seed: int | None = None  # of the order of tasks; None = the seed of the run
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> DataConfig:
+        for part, sources in (("train", self.train), ("eval", self.eval)):
+            weighted = sum(source.weight is not None for source in sources)
+            if weighted not in (0, len(sources)):
+                raise ValueError(
+                    f"data.{part}: {weighted} of {len(sources)} sources have a weight; give it to all or none"
+                )
+            source_names(sources, part)
+        return self
+
+
+def source_names(sources: tuple[SourceConfig, ...], part: str) -> tuple[str, ...]:
+    """One distinct name per source; task ids begin with it. Raises ValueError when two sources share one."""
+    names = tuple(source.name or source.default_name for source in sources)
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"data.{part}: {names.count(name)} sources are named '{name}'; give each its own `name`")
+    return names
+
+
+def template_columns(template: str) -> tuple[str, ...]:
+    """The columns that a prompt template names. Raises ValueError on a malformed template."""
+    names: list[str] = []
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"prompt_template {template!r}: {error}; write {{{{ and }}}} for literal braces") from error
+    for _, name, spec, conversion in parts:
+        if name is None:
+            continue
+        if not name or spec or conversion:
+            raise ValueError(f"prompt_template {template!r}: write {{column}}, without format specification")
+        names.append(name)
+    return tuple(names)

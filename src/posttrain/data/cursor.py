@@ -1,0 +1,202 @@
+"""The endless order of tasks, and where in it a run stands.
+
+The order is a function of (seed, epoch, task id) alone: each epoch sorts the ids by a hash. So a position is fully
+described by the epoch and the ids consumed in it; no generator state and no step count is involved, and adding or
+removing rows leaves the order of the others as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from posttrain.data.load import content_digest
+from posttrain.data.problems import DataError
+from posttrain.data.taskset import TaskSet
+from posttrain.task import Task
+
+STATE_FORMAT = 1
+
+
+class TaskStream:
+    """Tasks without end: epoch after epoch, each task once per epoch.
+
+    Without weights all sources form one pool. With weights each source is a lane of its own that cycles through its own
+    permutations, and the lane furthest behind its share is drawn from: after n draws every lane's count lies
+    within (number of lanes) of n x share, and for two lanes within one.
+    """
+
+    def __init__(self, tasks: TaskSet, *, seed: int, shuffle: bool = True) -> None:
+        self.seed = seed
+        self.shuffle = shuffle
+        weights = [source.weight for source in tasks.sources if source.weight is not None]
+        if weights and len(weights) != len(tasks.sources):
+            raise DataError("give every source a weight or none")
+        if weights:
+            total = sum(weights)
+            self._lanes = [
+                _Lane(source.name, source.tasks, weight / total, self._order)
+                for source, weight in zip(tasks.sources, weights, strict=True)
+            ]
+        else:
+            self._lanes = [_Lane("", tuple(tasks), 1.0, self._order)]
+
+    def next(self, count: int) -> list[Task]:
+        """The next `count` tasks. They may span two epochs, and then one task can occur twice among them.
+
+        Whoever forms groups or seeds from them must tell two draws of one task apart by their place in the list.
+        """
+        if count < 1:
+            raise ValueError(f"count must be >= 1, got {count}")
+        return [self._next_lane().draw() for _ in range(count)]
+
+    @property
+    def drawn(self) -> int:
+        """Tasks handed out since the start of the run (or since the weights changed)."""
+        return sum(lane.drawn for lane in self._lanes)
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Passes made over each lane; the single lane of an unweighted stream is called ''."""
+        return {lane.name: lane.epoch + len(lane.consumed) / len(lane.tasks) for lane in self._lanes}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as JSON: per lane the epoch and the ids consumed in it, in order."""
+        return {
+            "format": STATE_FORMAT,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "lanes": [lane.state() for lane in self._lanes],
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, changed: Literal["error", "continue"] = "error"
+    ) -> list[str]:
+        """Goes to a saved position; returns what differs between the data then and now, in words.
+
+        With `changed="error"` any difference raises DataError and leaves the stream where it was. With "continue" the
+        epoch goes on over the rows there are now: consumed rows are not repeated, new ones are still to come.
+        """
+        saved = _checked_state(state)
+        differences = self._differences(state, saved)
+        if differences and changed == "error":
+            listed = "\n".join(f"  {difference}" for difference in differences)
+            fix = "bring the data and settings back, or set data.changed: continue to go on with what is there now"
+            raise DataError(f"the data differ from those of the checkpoint:\n{listed}\n{fix}")
+        same_shares = [(lane.name, lane.share) for lane in self._lanes] == [(s["name"], s["share"]) for s in saved]
+        by_name = {lane_state["name"]: lane_state for lane_state in saved}
+        for lane in self._lanes:
+            lane.restore(by_name.get(lane.name), keep_count=same_shares)
+        return differences
+
+    def _next_lane(self) -> _Lane:
+        # Counts, not random picks: the mixture then holds in every batch and not only on average.
+        draws = self.drawn + 1
+        return max(self._lanes, key=lambda lane: lane.share * draws - lane.drawn)
+
+    def _order(self, tasks: Mapping[str, Task], epoch: int) -> list[str]:
+        if not self.shuffle:
+            return list(tasks)
+        return sorted(tasks, key=lambda task_id: _sort_key(self.seed, epoch, task_id))
+
+    def _differences(self, state: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> list[str]:
+        differences = [
+            f"{name} was {state[name]}, is {now}"
+            for name, now in (("seed", self.seed), ("shuffle", self.shuffle))
+            if state[name] != now
+        ]
+        lanes = {lane.name: lane for lane in self._lanes}
+        for lane_state in saved:
+            lane = lanes.pop(lane_state["name"], None)
+            if lane is None:
+                differences.append(f"{_label(lane_state['name'])} is gone ({lane_state['tasks']:,} tasks)")
+            else:
+                differences += lane.differences(lane_state)
+        return differences + [f"{_label(name)} is new ({len(lane.tasks):,} tasks)" for name, lane in lanes.items()]
+
+
+class _Lane:
+    """One pool of tasks and the position in it. `_queue` holds the rest of the epoch, next task last."""
+
+    def __init__(self, name: str, tasks: Sequence[Task], share: float, order: Any) -> None:
+        self.name = name
+        self.share = share
+        self.tasks = {task.id: task for task in tasks}
+        self.epoch = 0
+        self.consumed: list[str] = []
+        self.drawn = 0
+        self._order = order
+        self._digest = _digest_of(tasks)
+        self._queue = order(self.tasks, 0)[::-1]
+
+    def draw(self) -> Task:
+        if not self._queue:
+            self.epoch += 1
+            self.consumed = []
+            self._queue = self._order(self.tasks, self.epoch)[::-1]
+        task_id = self._queue.pop()
+        self.consumed.append(task_id)
+        self.drawn += 1
+        return self.tasks[task_id]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "share": self.share,
+            "drawn": self.drawn,
+            "epoch": self.epoch,
+            "consumed": list(self.consumed),
+            "tasks": len(self.tasks),
+            "digest": self._digest,
+        }
+
+    def restore(self, state: Mapping[str, Any] | None, *, keep_count: bool) -> None:
+        """Takes the saved position over the tasks there are now; None starts at the beginning."""
+        self.epoch = state["epoch"] if state else 0
+        self.drawn = state["drawn"] if state and keep_count else 0
+        self.consumed = [task_id for task_id in state["consumed"] if task_id in self.tasks] if state else []
+        consumed = set(self.consumed)
+        self._queue = [task_id for task_id in self._order(self.tasks, self.epoch)[::-1] if task_id not in consumed]
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        label = _label(self.name)
+        found: list[str] = []
+        if state["share"] != self.share:
+            found.append(f"{label} had share {state['share']:.4g} of the draws, has {self.share:.4g}")
+        if state["digest"] == self._digest:
+            return found
+        gone = [task_id for task_id in state["consumed"] if task_id not in self.tasks]
+        text = f"{label} had {state['tasks']:,} tasks, has {len(self.tasks):,}"
+        if state["tasks"] == len(self.tasks) and not gone:
+            text += ", of other content"
+        if gone:
+            text += (
+                f"; {len(gone):,} of the {len(state['consumed']):,} consumed in this epoch are gone, e.g. {gone[:3]}"
+            )
+        return [*found, text]
+
+
+def _label(name: str) -> str:
+    return f"source '{name}'" if name else "the pool of all sources"
+
+
+def _sort_key(seed: int, epoch: int, task_id: str) -> tuple[bytes, str]:
+    text = f"{seed}|{epoch}|{task_id}"
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), task_id
+
+
+def _digest_of(tasks: Sequence[Task]) -> str:
+    """A digest of ids, prompts and answers that does not depend on the order of rows."""
+    lines = sorted(f"{task.id} {content_digest(task)}" for task in tasks)
+    return hashlib.blake2b("\n".join(lines).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _checked_state(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if state.get("format") != STATE_FORMAT:
+        raise DataError(f"this is no task position of format {STATE_FORMAT}: format is {state.get('format')!r}")
+    lanes: list[dict[str, Any]] = state["lanes"]
+    for lane in lanes:
+        if len(set(lane["consumed"])) != len(lane["consumed"]):
+            raise DataError(f"the saved position of {_label(lane['name'])} lists a task as consumed twice")
+    return lanes
