@@ -15,14 +15,19 @@ class Observation:
     """What the policy sees next.
 
     Either `messages` (rendered by the chat template) or text: `head + text + tail`, where `text` is foreign (retrieved,
-    typed, computed) and is cut to the observation budget, while `head` and `tail` are the env's own markup and stay whole.
-    All of it is encoded so that none of it can become a control token.
+    typed, computed) and is cut to the observation budget, while `head` and `tail` are the env's own markup and stay
+    whole. All of it is encoded so that none of it can become a control token.
+
+    `history`, when not empty, replaces everything that the policy has seen so far (compaction, a removed observation):
+    a further trajectory of the same episode is opened whose prompt is `history`; the tokens sampled before train in the
+    context in which they were sampled.
     """
 
     text: str = ""
     head: str = ""
     tail: str = ""
     messages: tuple[Message, ...] = ()
+    history: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The env's answer to an action. `reward` is credited to the last token of the action; None = none was given."""
+    """The env's answer to an action. `reward` is credited to the last token of the action; None = none was given.
+
+    `observation=None` without `done` after a stop string says that the turn is not over (the string was no call: it
+    stood in a thought): the policy goes on writing and `step` is called again with the whole text of the turn.
+    """
 
     observation: Observation | None = None
     reward: float | None = None

@@ -1,0 +1,46 @@
+"""Deadlines for code that is not ours: enforced from outside, whatever the code does with its cancellation.
+
+Synchronous code that never awaits blocks the event loop and cannot be stopped from here: run it in a worker process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+GRACE_SECONDS = 1.0  # what cancelled code gets to end before it is left behind
+
+
+class DeadlinePassed(Exception):
+    """A limit in seconds was reached."""
+
+
+def ends_in(seconds: float | None) -> float | None:
+    """The moment `seconds` from now, by the event loop's clock; None = never."""
+    return None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+
+async def within(call: Awaitable[T], ends: float | None) -> T:
+    """Awaits foreign code in a task of its own, so that code which swallows its cancellation cannot hold us.
+
+    Raises DeadlinePassed at `ends` (event-loop clock).
+    """
+    job = asyncio.ensure_future(call)
+    timeout = None if ends is None else max(0.0, ends - asyncio.get_running_loop().time())
+    try:
+        await asyncio.wait({job}, timeout=timeout)
+    except asyncio.CancelledError:
+        _leave(job)
+        raise
+    if job.done():
+        return job.result()
+    _leave(job)
+    await asyncio.wait({job}, timeout=GRACE_SECONDS)
+    raise DeadlinePassed
+
+
+def _leave(job: asyncio.Future[Any]) -> None:
+    job.cancel()
+    job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no "never retrieved" warning

@@ -1,0 +1,427 @@
+"""Env x Sampler -> trajectories: episodes of a group side by side, limits, failures, stop reasons.
+
+Only `Trajectory.add_context` and `Trajectory.add_sampled` write tokens here, and model tokens are never re-encoded: a
+turn costs one decode of its own tokens and one encoding of the text that is new. Does not score: rewards are computed
+from `episode_of` by the caller. What the env itself gave is in `Trajectory.rewards`.
+
+Loop contract of `rollout_group`: consumes a task; waits for the sampler and the envs; unblocked by their answers or by
+the deadlines in `Limits`; produces the trajectories of all its episodes, in the order of their sample index, the failed
+ones with an `Invalid` outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from posttrain.envs.budget import REPLACEMENT, TextCodec, encode_observation
+from posttrain.envs.deadline import DeadlinePassed, ends_in, within
+from posttrain.envs.protocol import Action, Env, Observation, Step
+from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
+from posttrain.task import EpisodeInvalid, Invalid, Score, Task, as_outcome
+from posttrain.trajectory import Episode, Segment, Source, StopReason, Trajectory, Turn
+
+T = TypeVar("T")
+CLOSE_SECONDS = 10.0  # what an env gets to free its things
+
+
+class Limits(BaseModel):
+    """What an episode may use. None = no limit. Every cut is stored on the turn, every passed deadline as `Invalid`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_prompt_tokens: int = Field(default=2048, ge=1)  # a longer prompt makes the episode Invalid("prompt_too_long")
+    max_observation_tokens: int = Field(
+        default=512, ge=1
+    )  # per observation, markup included; the foreign text is cut to fit
+    max_turn_tokens: int = Field(default=512, ge=1)  # sampled tokens of one policy turn
+    max_episode_tokens: int = Field(default=4096, ge=2)  # all tokens of a trajectory, prompt included
+    max_turns: int | None = Field(default=None, ge=1)  # policy turns; the env's own limit holds too
+    call_seconds: float | None = Field(default=60.0, gt=0)  # one call of the env (reset or step)
+    turn_seconds: float | None = Field(default=600.0, gt=0)  # sampling one policy turn and the env's answer to it
+    episode_seconds: float | None = Field(default=1800.0, gt=0)
+    group_seconds: float | None = Field(
+        default=None, gt=0
+    )  # after it, episodes still running are given up as stragglers ...
+    quorum_episodes: int = Field(default=0, ge=0)  # ... but not before this many of the group have ended
+    cut_marker: str = "...(truncated)"  # stands where foreign text was cut, inside the token budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec:
+    """Everything a rollout needs besides the task. `make_env` is called once per episode."""
+
+    make_env: Callable[[Task], Env]
+    sampler: Sampler
+    renderer: TextCodec
+    limits: Limits = field(default_factory=Limits)
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=512))
+
+
+def turn_seed(run_seed: int, step: int, task_id: str, sample: int, turn: int) -> int:
+    """A 63-bit seed that depends on nothing but its arguments (no process, platform or batch)."""
+    key = f"{run_seed}\x1f{step}\x1f{task_id}\x1f{sample}\x1f{turn}"
+    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()) >> 1
+
+
+async def rollout_group(
+    task: Task, spec: RolloutSpec, *, group_id: str, group_size: int, run_seed: int, step: int
+) -> list[Trajectory]:
+    """Rolls out `group_size` episodes of one task side by side; trajectories ordered by sample index.
+
+    A failed episode is in the result with an `Invalid` outcome and the tokens it had. An episode whose history was
+    rewritten contributes several trajectories with one episode_id.
+    Raises TrajectoryError when the sampler breaks its contract, and whatever the renderer raises.
+    """
+    prompts: dict[str, list[int]] = {}
+    runs = [
+        _EpisodeRun(task, spec, group_id=group_id, sample=i, seed=(run_seed, step), prompts=prompts)
+        for i in range(group_size)
+    ]
+    jobs = [asyncio.create_task(run.play()) for run in runs]
+    try:
+        await _until_closed(jobs, spec.limits)
+    finally:
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+    for run, job in zip(runs, jobs, strict=True):
+        if job.cancelled():
+            run.fail("straggler", f"still running after group_seconds={spec.limits.group_seconds}")
+    return [trajectory for run in runs for trajectory in run.finished()]
+
+
+async def rollout_episode(
+    task: Task, spec: RolloutSpec, *, group_id: str, sample: int, run_seed: int, step: int
+) -> list[Trajectory]:
+    """Rolls out one episode; see `rollout_group`. More than one trajectory only if the env rewrote its history."""
+    run = _EpisodeRun(task, spec, group_id=group_id, sample=sample, seed=(run_seed, step), prompts={})
+    await run.play()
+    return run.finished()
+
+
+async def _until_closed(jobs: list[asyncio.Task[None]], limits: Limits) -> None:
+    """Waits for all jobs; once `group_seconds` are over, only until `quorum_episodes` of them have ended."""
+    clock = asyncio.get_running_loop().time
+    closes = None if limits.group_seconds is None else clock() + limits.group_seconds
+    pending = set(jobs)
+    while pending:
+        late = closes is not None and clock() >= closes
+        if late and len(jobs) - len(pending) >= limits.quorum_episodes:
+            return
+        timeout = None if closes is None or late else closes - clock()
+        done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for job in done:
+            job.result()  # what is raised here is no episode's failure but a broken contract
+
+
+class _EpisodeRun:
+    """One episode while it is played."""
+
+    def __init__(
+        self,
+        task: Task,
+        spec: RolloutSpec,
+        *,
+        group_id: str,
+        sample: int,
+        seed: tuple[int, int],
+        prompts: dict[str, Any],
+    ) -> None:
+        self.task, self.spec, self.limits, self.codec = task, spec, spec.limits, spec.renderer
+        self.group_id, self.sample, self.seed = group_id, sample, seed
+        self.session = f"{group_id}/{sample}"
+        self.trajectories: list[Trajectory] = []
+        self.invalid: Invalid | None = None
+        self._prompts = prompts  # rendered once per group
+        self._rewards: list[dict[int, float]] = []  # per trajectory: position -> reward
+        self._requests = 0
+        self._turn_ends: float | None = None
+        self._episode_ends: float | None = None
+        self._open([])
+
+    @property
+    def _now(self) -> Trajectory:
+        return self.trajectories[-1]
+
+    def _open(self, ids: Sequence[int]) -> None:
+        """Begins a trajectory with its prompt."""
+        trajectory = Trajectory(task_id=self.task.id, group_id=self.group_id, episode_id=self.session)
+        trajectory.add_context(ids, Source.PROMPT)
+        self.trajectories.append(trajectory)
+        self._rewards.append({})
+
+    async def play(self) -> None:
+        """Plays to the end or to the first failure. Raises only for broken contracts and on cancellation."""
+        env: Env | None = None
+        try:
+            self._episode_ends = ends_in(self.limits.episode_seconds)
+            env = self._make_env()
+            await self._play(env)
+        except DeadlinePassed as passed:
+            self._end(StopReason.DEADLINE)
+            self.fail("timeout", str(passed))
+        except EpisodeInvalid as failure:
+            self.fail(failure.reason, failure.detail)
+            if failure.__cause__ is not None:
+                self._now.info["traceback"] = "".join(traceback.format_exception(failure.__cause__))
+        finally:
+            self.spec.sampler.release(self.session)
+            if env is not None:
+                await self._close(env)
+
+    def fail(self, reason: str, detail: str) -> None:
+        """The first failure is the one that counts."""
+        self.invalid = self.invalid or Invalid(reason, detail)
+
+    def finished(self) -> list[Trajectory]:
+        """The trajectories, closed: env rewards attached, outcome Invalid if the episode failed."""
+        for trajectory, rewards in zip(self.trajectories, self._rewards, strict=True):
+            if rewards:
+                trajectory.rewards = [rewards.get(i, 0.0) for i in range(len(trajectory))]
+            if self.invalid is not None:
+                trajectory.outcome = self.invalid
+        return self.trajectories
+
+    async def _play(self, env: Env) -> None:
+        observation = await self._call(env.reset(self.task), Observation)
+        self._begin(env, observation)
+        max_turns = min(env.max_turns, self.limits.max_turns or env.max_turns)
+        for turn in range(max_turns):
+            self._turn_ends = ends_in(self.limits.turn_seconds)
+            if len(self._now) >= self.limits.max_episode_tokens:
+                return self._end(StopReason.CONTEXT_FULL)
+            step = await self._take_turn(env)
+            if step.done:
+                return None
+            if turn + 1 < max_turns and step.observation is not None and not self._observe(step.observation):
+                return self._end(StopReason.CONTEXT_FULL)
+        return self._end(StopReason.MAX_TURNS)
+
+    def _begin(self, env: Env, observation: Observation) -> None:
+        """Writes the prompt: the task's messages (or the env's own history), then what the env shows first."""
+        messages = [*(observation.history or self.task.prompt), *observation.messages]
+        tools = getattr(env, "tools", None) or None
+        key = repr((messages, tools))
+        ids = self._prompts.get(key)
+        if ids is None:
+            ids = self._prompts[key] = self.codec.prompt(messages, tools)
+        self._now.add_context(ids, Source.PROMPT)
+        if len(ids) > self.limits.max_prompt_tokens:
+            limit = f"max_prompt_tokens={self.limits.max_prompt_tokens}"
+            raise EpisodeInvalid("prompt_too_long", f"the prompt has {len(ids)} tokens, {limit}")
+        text = replace(observation, messages=(), history=())
+        if text != Observation() and not self._observe(text):
+            raise EpisodeInvalid("prompt_too_long", "prompt and first observation fill max_episode_tokens")
+
+    async def _take_turn(self, env: Env) -> Step:
+        """One policy turn and the env's answer; more than one request if the env says that the turn is not over."""
+        trajectory = self._now
+        turn = Turn(who=Source.POLICY, start=len(trajectory), end=len(trajectory))
+        trajectory.turns.append(turn)
+        while True:
+            await self._sample_into(turn, env)
+            text = self._policy_text(turn)
+            step = await self._call(env.step(Action(text=text, stop_reason=_sampler_reason(turn))), Step)
+            turn.calls += step.calls
+            self._credit(step, turn)
+            if step.info:
+                trajectory.info.setdefault("steps", []).append(dict(step.info))
+            unfinished = step.observation is None and not step.done and turn.stop_reason is StopReason.STOP_STRING
+            if not unfinished:
+                return step
+
+    async def _sample_into(self, turn: Turn, env: Env) -> None:
+        """Extends the turn by one request, or ends it by length when no token is left to it."""
+        trajectory, limits, params = self._now, self.limits, self.spec.params
+        room = min(
+            limits.max_turn_tokens - (turn.end - turn.start),
+            params.max_new_tokens - (turn.end - turn.start),
+            limits.max_episode_tokens - len(trajectory),
+        )
+        if room <= 0:
+            turn.stop_reason = StopReason.LENGTH
+            return
+        params = replace(
+            params,
+            max_new_tokens=room,
+            stop_strings=tuple(dict.fromkeys((*env.stop_strings, *params.stop_strings))),
+            stop_ids=params.stop_ids | self.codec.stop_ids,
+        )
+        seed = turn_seed(*self.seed, self.task.id, self.sample, self._requests)
+        self._requests += 1
+        started = time.perf_counter()
+        sampled = await self._sample(params, seed)
+        turn.seconds += time.perf_counter() - started
+        trajectory.add_sampled(sampled.ids, sampled.logprobs, sampled.versions)
+        turn.end, turn.stop_reason = len(trajectory), sampled.stop_reason
+        if sampled.stop_reason is StopReason.ABORT:
+            raise EpisodeInvalid("sampler_abort", "the sampler gave the request up")
+
+    async def _sample(self, params: SamplingParams, seed: int) -> Sampled:
+        ends, name = self._nearest(None)
+        try:
+            async with asyncio.timeout_at(ends) as clock:
+                return await self.spec.sampler.sample(self._now.token_ids, params, seed=seed, session=self.session)
+        except TimeoutError as error:
+            if clock.expired():
+                raise DeadlinePassed(f"{name} passed while sampling") from None
+            raise EpisodeInvalid("sampler_error", f"TimeoutError: {error}") from error
+        except EpisodeInvalid:
+            raise
+        except Exception as error:
+            raise EpisodeInvalid("sampler_error", f"{type(error).__name__}: {error}") from error
+
+    def _policy_text(self, turn: Turn) -> str:
+        return _text_of(self._now.token_ids[turn.start : turn.end], turn.stop_reason, self.codec)
+
+    def _credit(self, step: Step, turn: Turn) -> None:
+        """Puts the env's reward at the last policy token of the action."""
+        if step.reward is None:
+            return
+        outcome = as_outcome(step.reward)
+        if isinstance(outcome, Invalid):
+            raise EpisodeInvalid(outcome.reason, f"env.step: {outcome.detail}")
+        assert isinstance(outcome, Score)
+        rewards = self._rewards[-1]
+        rewards[turn.end - 1] = rewards.get(turn.end - 1, 0.0) + outcome.value
+
+    def _observe(self, observation: Observation) -> bool:
+        """Appends what the env shows. False, with nothing appended, when no room for a token would be left."""
+        if observation.history:
+            self._open(self.codec.prompt([*observation.history, *observation.messages]))
+            observation = replace(observation, messages=(), history=())
+            if observation == Observation():
+                return len(self._now) < self.limits.max_episode_tokens
+        trajectory = self._now
+        pieces, tokens_cut, bytes_cut = encode_observation(
+            observation, self.codec, max_tokens=self.limits.max_observation_tokens, cut_marker=self.limits.cut_marker
+        )
+        if observation.messages:
+            pieces = [*self._closing(), *pieces]
+        count = sum(len(ids) for ids, _ in pieces)
+        turn = Turn(
+            who=Source.ENV, start=len(trajectory), end=len(trajectory), tokens_cut=tokens_cut, bytes_cut=bytes_cut
+        )
+        trajectory.turns.append(turn)
+        if len(trajectory) + count >= self.limits.max_episode_tokens:
+            turn.tokens_cut += count
+            return False
+        for ids, source in pieces:
+            trajectory.add_context(ids, source)
+        turn.end = len(trajectory)
+        return True
+
+    def _closing(self) -> list[tuple[list[int], Source]]:
+        """The end-of-turn tokens that the template needs when the policy did not write them itself."""
+        last = self._now.token_ids[-1] if self._now.token_ids else None
+        closing: Sequence[int] = getattr(self.codec, "turn_end_ids", ())
+        if not closing or last in self.codec.stop_ids or self._now.source[-1] is not Source.POLICY:
+            return []
+        return [(list(closing), Source.INJECTED)]
+
+    def _end(self, reason: StopReason) -> None:
+        """An end without a request: a policy turn of no tokens that says why."""
+        end = len(self._now)
+        self._now.turns.append(Turn(who=Source.POLICY, start=end, end=end, stop_reason=reason))
+
+    def _make_env(self) -> Env:
+        try:
+            return self.spec.make_env(self.task)
+        except EpisodeInvalid:
+            raise
+        except Exception as error:
+            raise EpisodeInvalid("env_error", f"make_env: {type(error).__name__}: {error}") from error
+
+    async def _call(self, call: Awaitable[Any], expected: type[T]) -> T:
+        """Awaits a call of the env under the nearest deadline; its exceptions become EpisodeInvalid("env_error")."""
+        ends, name = self._nearest(ends_in(self.limits.call_seconds))
+        try:
+            answer = await within(call, ends)
+        except DeadlinePassed:
+            raise DeadlinePassed(f"{name} passed in the env") from None
+        except EpisodeInvalid:
+            raise
+        except Exception as error:
+            raise EpisodeInvalid("env_error", f"{type(error).__name__}: {error}") from error
+        if not isinstance(answer, expected):
+            raise EpisodeInvalid("env_error", f"expected {expected.__name__}, the env returned {answer!r:.200}")
+        return answer
+
+    def _nearest(self, call_ends: float | None) -> tuple[float | None, str]:
+        """The deadline that comes first, by the event loop's clock, and the name of its limit."""
+        named = (
+            (call_ends, "call_seconds"),
+            (self._turn_ends, "turn_seconds"),
+            (self._episode_ends, "episode_seconds"),
+        )
+        return min(((ends, name) for ends, name in named if ends is not None), default=(None, ""))
+
+    async def _close(self, env: Env) -> None:
+        """A failing close is noted, not more: the episode is what it is."""
+        try:
+            await within(env.close(), ends_in(CLOSE_SECONDS))
+        except (Exception, DeadlinePassed) as error:
+            self._now.info["close_error"] = f"{type(error).__name__}: {error}"
+
+
+def _sampler_reason(turn: Turn) -> StopReason:
+    assert turn.stop_reason is not None, "a turn handed to the env has been sampled"
+    return turn.stop_reason
+
+
+def episode_of(trajectories: Trajectory | Sequence[Trajectory], codec: TextCodec) -> Episode:
+    """What rewards and people see of an episode: text by source, a policy turn per segment.
+
+    Text is decoded per turn, so a character cut by a length stop is left out at the end of its turn. For an episode
+    with rewritten history pass all its trajectories, in order.
+    """
+    parts = [trajectories] if isinstance(trajectories, Trajectory) else list(trajectories)
+    segments = tuple(segment for part in parts for segment in _segments(part, codec))
+    turns = [turn for part in parts for turn in part.turns]
+    policy_turns = [turn for turn in turns if turn.who is Source.POLICY]
+    env_rewards = [sum(part.rewards) for part in parts if part.rewards is not None]
+    return Episode(
+        task_id=parts[0].task_id,
+        episode_id=parts[0].episode_id,
+        segments=segments,
+        stop_reason=policy_turns[-1].stop_reason if policy_turns else None,
+        calls=tuple(call for turn in turns for call in turn.calls),
+        policy_token_count=sum(part.policy_token_count for part in parts),
+        env_reward=sum(env_rewards) if env_rewards else None,
+    )
+
+
+def _segments(trajectory: Trajectory, codec: TextCodec) -> list[Segment]:
+    """Policy turns one by one; the context between them by runs of one source."""
+    segments: list[Segment] = []
+    position = 0
+    policy_turns = [turn for turn in trajectory.turns if turn.who is Source.POLICY and turn.end > turn.start]
+    for turn in policy_turns:
+        segments += _context_segments(trajectory, position, turn.start, codec)
+        ids = trajectory.token_ids[turn.start : turn.end]
+        segments.append(Segment(Source.POLICY, _text_of(ids, turn.stop_reason, codec)))
+        position = turn.end
+    return segments + _context_segments(trajectory, position, len(trajectory), codec)
+
+
+def _context_segments(trajectory: Trajectory, start: int, end: int, codec: TextCodec) -> list[Segment]:
+    segments: list[Segment] = []
+    for source, run in itertools.groupby(range(start, end), key=trajectory.source.__getitem__):
+        segments.append(Segment(source, codec.decode([trajectory.token_ids[i] for i in run])))
+    return segments
+
+
+def _text_of(ids: Sequence[int], stop_reason: StopReason | None, codec: TextCodec) -> str:
+    """What the policy wrote in a turn: without the id that stopped it, without a half character at the end."""
+    if stop_reason is StopReason.STOP_ID:
+        ids = ids[:-1]
+    return codec.decode(ids).rstrip(REPLACEMENT)
