@@ -2,8 +2,8 @@
 
 1. NFKC, then casefold: "Ｔｏｋｙｏ" = "TOKYO" = "tokyo", "Straße" = "STRASSE". Soft hyphens and joiners disappear.
 2. A term is a maximal run of letters, digits, underscores and combining marks, two characters or longer.
-3. With `bigrams`, scripts written without spaces (Han, kana, Hangul, Thai, Lao, Khmer, Burmese) give overlapping pairs of
-   characters, and a lone character is a term of its own. Without, such a run is one term like any other: right for
+3. With `bigrams`, scripts written without spaces (Han, kana, Hangul, Thai, Lao, Khmer, Burmese) give overlapping pairs
+   of characters, and a lone character is a term of its own. Without, such a run is one term like any other: right for
    English text that quotes a foreign name (pairs would make that passage look long), useless for Chinese text.
 4. Stop words are dropped. No stemming, accents count.
 

@@ -65,9 +65,10 @@ class RetrievalError(EpisodeInvalid):
     documented JSON, or with part of it). `transient`: worth another try.
     """
 
-    def __init__(self, kind: FailureKind, detail: str, *, status: int | None = None, transient: bool = True) -> None:
-        super().__init__("tool_down", f"retrieval {kind}: {detail}")
+    def __init__(self, kind: FailureKind, message: str, *, status: int | None = None, transient: bool = True) -> None:
+        super().__init__("tool_down", f"retrieval {kind}: {message}")
         self.kind: FailureKind = kind
+        self.message = message
         self.status = status
         self.transient = transient
         self.retry_after_seconds: float | None = None  # what a 429 or 503 asked for
