@@ -1,362 +1,344 @@
-"""From a YAML file and `key=value` overrides to one frozen, checked config; and back.
+"""What an RL run is made of: the sections that live beside their code, put together and checked against each other.
 
-Every problem is reported at once, each with file:line (or the override) and what to do. Nothing is ignored: an unknown
-key is an error that names the nearest valid one. This file loads; what an RL run is made of is in `rl_config`.
+How a file is read is in `runs.config_file`, how a name becomes a function in `runs.plugins`; both are re-exported here.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
-import inspect
-import json
-import os
-import re
-import sys
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, Self
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-KeyPath = tuple[str | int, ...]
-ModelT = TypeVar("ModelT", bound=BaseModel)
-RowT = TypeVar("RowT")
+from posttrain.algorithms import ADVANTAGES, AGGREGATES, KL_ESTIMATORS, LOSSES
+from posttrain.data.config import DataConfig
+from posttrain.rollout import Limits
+from posttrain.runs.config_file import (
+    ConfigError,
+    Section,
+    config_yaml,
+    key_error,
+    key_names,
+    load_config,
+    nearest,
+    parse_config,
+    unknown_name,
+)
+from posttrain.runs.metrics import lookup
+from posttrain.runs.plan import BatchConfig, Plan, make_plan
+from posttrain.runs.plugins import check_options, options_for, resolve
+from posttrain.runs.sinks import SINKS
+from posttrain.trainer.loading import ModelConfig
+from posttrain.trainer.optimizer import OptimizerConfig, lr_at
+
+__all__ = [
+    "AlgorithmConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "CriticConfig",
+    "DataConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "Limits",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Plan",
+    "RLConfig",
+    "RetrievalConfig",
+    "RewardConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "Section",
+    "check_options",
+    "config_yaml",
+    "key_error",
+    "key_names",
+    "load_config",
+    "nearest",
+    "options_for",
+    "parse_config",
+    "plan_of",
+    "resolve",
+    "unknown_name",
+]
+
+GROUP_ESTIMATORS = frozenset({"grpo", "rloo"})  # the baseline is the group: of one episode there is nothing to learn
 
 
-class ConfigError(ValueError):
-    """The config cannot be used; `problems` holds one line for each thing to mend."""
+class RunConfig(Section):
+    """Name, place, length and seed of the run."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
+    name: str = Field(default="run", pattern=r"^[\w.-]+$", description="letters, digits, dot, dash and underscore")
+    dir: Path | None = Field(default=None, description="the run directory; default runs/NAME")
+    seed: NonNegativeInt = 0
+    steps: PositiveInt = 100
+    sinks: tuple[str, ...] = Field(default=("console",), description="console, tensorboard, wandb")
+
+    @field_validator("sinks")
+    @classmethod
+    def _known(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
+        for sink in sinks:
+            resolve(SINKS, sink, "sink")
+        return sinks
+
+    @property
+    def directory(self) -> Path:
+        return self.dir if self.dir is not None else Path("runs") / self.name
 
 
-class Section(BaseModel):
-    """A part of a config: frozen, and without room for keys that nobody reads."""
+class EnvConfig(Section):
+    """The world of the episodes: a name, "pkg.mod:Class" or "path.py:Class", and what its constructor takes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def key_error(key: str, message: str) -> PydanticCustomError:
-    """For validators that compare several keys: the error is reported at the line of `key` (dotted, from that model)."""
-    return PydanticCustomError("cross_field", "{message}", {"message": message, "key": key})
+    name: str = "single_turn"
+    options: dict[str, Any] = Field(default={})
 
 
-def load_config(model: type[ModelT], path: Path | str, overrides: Sequence[str] = ()) -> ModelT:
-    """Reads `path`, applies `overrides` ("a.b=value", values in YAML), resolves ${interpolations} and validates.
+class RetrievalConfig(Section):
+    """Where passages come from: exactly one of a stored index, a corpus file to index at start, a server."""
 
-    A mapping in an override is merged into the one it meets; everything else replaces. Types are strict: `true` is no
-    number and `5.0` no integer. Raises ConfigError with every problem found.
+    index: Path | None = None
+    corpus: Path | None = None
+    url: str | None = None
+    top_k: PositiveInt = 3
+    seconds: PositiveFloat = Field(default=30.0, description="deadline of one search, retries included")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("index", "corpus", "url") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of index, corpus and url; got {' and '.join(given) or 'none'}")
+        return self
+
+
+class SamplingConfig(Section):
+    """How training episodes are sampled."""
+
+    temperature: PositiveFloat = 1.0
+    top_p: float = 1.0
+    top_k: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _trains(self) -> Self:
+        """With a truncated distribution the sampler's log-probs are not the trainer's, and ratios would be wrong."""
+        for key, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0)):
+            if value != off:
+                raise key_error(
+                    key, f"{value} would train on other probabilities than it sampled with; set it to {off}"
+                )
+        return self
+
+
+class RewardConfig(Section):
+    """The reward function: a name of `posttrain.rewards` or "path.py:function", unless a task names its own."""
+
+    name: str = "em"
+    options: dict[str, Any] = Field(default={})
+
+
+class CriticConfig(Section):
+    """The value model of PPO; starts from the policy's weights unless `path` is given."""
+
+    path: str | None = None
+    optimizer: OptimizerConfig = OptimizerConfig.model_validate({})
+    clip: PositiveFloat | None = 0.2
+
+
+class AlgorithmConfig(Section):
+    """Names of `posttrain.algorithms` (or your own "pkg.mod:fn"), and their options.
+
+    An option left out has the default of its function; one that none of the chosen functions takes is an error.
     """
-    source = _read(Path(path))
-    config = source.parse()
-    for override in overrides:
-        _apply(config, override, source)
-    return _validate(model, _resolved(config, source), source)
-
-
-def parse_config(model: type[ModelT], data: Mapping[str, Any]) -> ModelT:
-    """The same checks for values that come from code instead of a file."""
-    source = _Source("config", "")
-    return _validate(model, _resolved(OmegaConf.create(dict(data)), source), source)
-
-
-def config_yaml(config: BaseModel) -> str:
-    """The resolved config as YAML that loads back equal."""
-    plain = _escaped(config.model_dump(mode="json"))
-    return OmegaConf.to_yaml(OmegaConf.create(plain), sort_keys=False)
-
-
-def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
-    """The names in `valid` most like `name`, best first; none when nothing is like it."""
-    return difflib.get_close_matches(name, list(valid), n=count, cutoff=0.6)
-
-
-def unknown_name(what: str, name: str, valid: Iterable[str]) -> str:
-    """The message for a name that is not in a list: the nearest one and the whole list."""
-    names = sorted(valid)
-    guess = nearest(name, names)
-    hint = f" Did you mean {guess[0]!r}?" if guess else ""
-    return f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}."
-
-
-# ---------------------------------------------------------------- reading: text, where each key stands, overrides
-
-
-@dataclass(slots=True)
-class _Source:
-    """A YAML text and the place of each of its keys."""
-
-    name: str
-    text: str
-    places: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
-
-    def place(self, path: KeyPath) -> str:
-        """Where the longest known part of `path` was written."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.places:
-                return self.places[path[:length]]
-        return self.name
-
-    def error(self, path: KeyPath, message: str) -> ConfigError:
-        return ConfigError([f"{self.place(path)}: {message}"])
-
-    def parse(self) -> Any:
-        root = self._nodes()
-        if root is None:
-            raise self.error((), "the file is empty; a config is a mapping of sections (`run:`, `model:`, ...)")
-        if not isinstance(root, yaml.MappingNode):
-            raise self.error((), f"a config is a mapping of sections, but the file holds a {root.id}")
-        self._walk(root, ())
-        return OmegaConf.create(self.text)
-
-    def _nodes(self) -> yaml.Node | None:
-        try:
-            return yaml.compose(self.text, Loader=yaml.SafeLoader)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark
-            line = f":{mark.line + 1}" if mark else ""
-            raise ConfigError([f"{self.name}{line}: not valid YAML: {error.problem}"]) from error
-        except yaml.YAMLError as error:
-            raise ConfigError([f"{self.name}: not valid YAML: {error}"]) from error
-
-    def _walk(self, node: yaml.Node, path: KeyPath) -> None:
-        if isinstance(node, yaml.SequenceNode):
-            for index, child in enumerate(node.value):
-                self.places[(*path, index)] = f"{self.name}:{child.start_mark.line + 1}"
-                self._walk(child, (*path, index))
-        if isinstance(node, yaml.MappingNode):
-            for key, child in node.value:
-                self._add_key(key, path)
-                self._walk(child, (*path, str(key.value)))
-
-    def _add_key(self, key: yaml.Node, path: KeyPath) -> None:
-        here = (*path, str(key.value))
-        place = f"{self.name}:{key.start_mark.line + 1}"
-        if here in self.places and key.value != "<<":
-            first = self.places[here].rsplit(":", 1)[-1]
-            raise ConfigError([f"{place}: {dotted(here)} is written twice (first on line {first}); keep one"])
-        self.places[here] = place
-
-
-def _read(path: Path) -> _Source:
-    try:
-        return _Source(str(path), path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")]) if path.parent.is_dir() else []
-        hint = f" Did you mean {path.parent / near[0]}?" if near else f" (looked from {os.curdir!r})"
-        raise ConfigError([f"{path}: there is no such config file.{hint}"]) from None
-    except IsADirectoryError:
-        raise ConfigError([f"{path}: is a folder; a config is a YAML file"]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: is not UTF-8 text: {error}"]) from error
-
-
-def _apply(config: Any, override: str, source: _Source) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip() or not text.strip():
-        raise ConfigError([f"override {override!r}: write key=value, like run.steps=100 (key=null for no value)"])
-    path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key.strip()))
-    source.places = {place: where for place, where in source.places.items() if place[: len(path)] != path}
-    source.places[path] = f"override {override!r}"
-    try:
-        value = OmegaConf.from_dotlist([f"value={text}"])["value"]
-        OmegaConf.update(config, key.strip(), value, merge=True)
-    except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, IndexError) as error:
-        raise source.error(path, f"cannot be applied: {_first_line(error)}") from error
-
-
-def _resolved(config: Any, source: _Source) -> dict[str, Any]:
-    try:
-        return typing.cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
-    except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", "") or "")
-        path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
-        raise source.error(path, f"{key}: {_first_line(error)}") from error
-
-
-def _escaped(value: Any) -> Any:
-    """Resolved text holds no interpolation any more: `${` in it is meant literally."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
-    if isinstance(value, dict):
-        return {key: _escaped(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_escaped(child) for child in value]
-    return value
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def dotted(path: KeyPath) -> str:
-    """("data", "files", 0) -> "data.files[0]"."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return text.removeprefix(".")
-
-
-# ---------------------------------------------------------------- validating: pydantic's errors, told for people
-
-
-def _validate(model: type[ModelT], data: dict[str, Any], source: _Source) -> ModelT:
-    try:
-        # Through JSON, strict mode still takes lists for tuples and text for paths, but no bool for a number.
-        return model.model_validate_json(json.dumps(data), strict=True)
-    except ValidationError as error:
-        problems = [_problem(model, data, details, source) for details in error.errors(include_url=False)]
-        raise ConfigError(list(dict.fromkeys(problems))) from None
-
-
-def _problem(model: type[BaseModel], data: Any, details: ErrorDetails, source: _Source) -> str:
-    path = _data_path(details, data)
-    name = dotted(path)
-    if details["type"] == "extra_forbidden":
-        text = f"unknown key {name!r}.{_did_you_mean(model, path)}"
-    elif details["type"] == "missing":
-        text = f"{name!r} is missing; add it under {dotted(path[:-1])!r}" if path[1:] else f"section {name!r} is missing"
-    else:
-        message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        text = f"{name}: {message}{_seen(details)}" if name else message
-    return f"{source.place(path)}: {text}"
-
-
-def _seen(details: ErrorDetails) -> str:
-    value = details.get("input")
-    if details["type"] in ("cross_field", "value_error") or isinstance(value, dict | list):
-        return ""
-    quote = f"; quote it to make it text: '{json.dumps(value)}'" if details["type"] == "string_type" else ""
-    return f" (got {json.dumps(value, default=str)}{quote if value is not None else ''})"
-
-
-def _data_path(details: ErrorDetails, data: Any) -> KeyPath:
-    """pydantic's location without the tags of unions and validators, which are no keys of the file."""
-    path: list[str | int] = []
-    for position, part in enumerate(details["loc"]):
-        last = position == len(details["loc"]) - 1
-        if _holds(data, part):
-            path.append(part)
-            data = data[part]
-        elif last and details["type"] == "missing":
-            path.append(part)
-    key = details.get("ctx", {}).get("key") if details["type"] == "cross_field" else None
-    return (*path, *str(key).split(".")) if key else tuple(path)
-
-
-def _holds(data: Any, part: str | int) -> bool:
-    if isinstance(part, int):
-        return isinstance(data, list) and part < len(data)
-    return isinstance(data, dict) and part in data
-
-
-def _did_you_mean(model: type[BaseModel], path: KeyPath) -> str:
-    """The nearest key of the same section, else one of that name elsewhere, else all keys of the section."""
-    siblings = {name for owner in _models_at(model, path[:-1]) for name in owner.model_fields}
-    if near := nearest(str(path[-1]), siblings):
-        return f" Did you mean {dotted((*path[:-1], near[0]))!r}?"
-    everywhere = {name.rsplit(".", 1)[-1]: name for name in key_names(model)}
-    if near := nearest(str(path[-1]), everywhere):
-        return f" Did you mean {everywhere[near[0]]!r}?"
-    return f" Known here: {', '.join(sorted(siblings))}."
-
-
-def _models_at(model: type[BaseModel], path: KeyPath) -> set[type[BaseModel]]:
-    models = {model}
-    for part in path:
-        if isinstance(part, str):
-            fields = [owner.model_fields[part] for owner in models if part in owner.model_fields]
-            models = {inner for info in fields for inner in _models_in(info.annotation)}
-    return models
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in typing.get_args(annotation):
-        yield from _models_in(argument)
-
-
-def key_names(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a config model, sections before their keys."""
-    names: list[str] = []
-    for name, info in model.model_fields.items():
-        names.append(prefix + name)
-        for inner in _models_in(info.annotation):
-            names.extend(key_names(inner, f"{prefix}{name}."))
-    return list(dict.fromkeys(names))
-
-
-# ---------------------------------------------------------------- names to functions
-
-
-def resolve(table: Mapping[str, RowT], name: str, what: str = "name") -> RowT:
-    """The row of a table, or the user's own object: "pkg.mod:fn" or "path/to/file.py:fn" (from the working folder).
-
-    Raises ConfigError naming the nearest row, module or attribute.
-    """
-    if name in table:
-        return table[name]
-    place, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise ConfigError([unknown_name(what, name, table) + " Your own: 'package.module:name' or 'path.py:name'."])
-    module = _load_file(Path(place), what) if place.endswith(".py") else _import(place, what)
-    if not hasattr(module, attribute):
-        public = [entry for entry in vars(module) if not entry.startswith("_")]
-        raise ConfigError([f"{place} has no {attribute!r}: " + unknown_name(what, attribute, public)])
-    return getattr(module, attribute)
-
-
-def _import(name: str, what: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise  # the module is there, but something that it imports is not
-        raise ConfigError([f"{what} {name!r}: there is no module {error.name!r} on the import path"]) from None
-
-
-def _load_file(path: Path, what: str) -> ModuleType:
-    """Executes the file once per process under a name of its own; its functions can be pickled within the process."""
-    if not path.is_file():
-        raise ConfigError([f"{what}: there is no file {str(path)!r} (looked from {str(Path.cwd())!r})"])
-    name = f"posttrain_user_{path.stem}_{abs(hash(str(path.resolve()))):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, f"Python cannot load {path}"
-    assert spec.loader is not None, f"Python cannot load {path}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def options_for(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those `options` that are keyword parameters of `function`; all of them when it takes **kwargs."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(options)
-    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-    return {name: value for name, value in options.items() if name in names}
-
-
-def check_options(function: Callable[..., Any], options: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """`options` as they are, or ConfigError naming the parameter nearest to the first one that `function` lacks."""
-    accepted = options_for(function, options)
-    for name in options:
-        if name not in accepted:
-            raise ConfigError([unknown_name(f"option of {what}", name, inspect.signature(function).parameters)])
-    return accepted
+
+    advantage: str = "grpo"
+    loss: str = "ppo_clip"
+    aggregate: str = "token_mean"
+    kl_coef: NonNegativeFloat = 0.0
+    kl_estimator: str = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    clip_low: NonNegativeFloat | None = None
+    clip_high: NonNegativeFloat | None = None
+    clip_dual: PositiveFloat | None = None
+    gamma: float | None = Field(default=None, ge=0, le=1)
+    lam: float | None = Field(default=None, ge=0, le=1)
+    std: Literal["sample", "population", "none"] | None = None
+    whiten: bool | None = None
+    length: PositiveInt | None = None
+    options: dict[str, Any] = Field(default={}, description="what your own functions take besides")
+
+    @field_validator("advantage", "loss", "aggregate", "kl_estimator")
+    @classmethod
+    def _known(cls, name: str, info: ValidationInfo) -> str:
+        resolve(_TABLES[str(info.field_name)], name, str(info.field_name))
+        return name
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The chosen rows, by the key that names them."""
+        return {key: resolve(table, getattr(self, key), key) for key, table in _TABLES.items()}
+
+    def options_of(self, key: str) -> dict[str, Any]:
+        """The keyword arguments for the function chosen by `key` ("advantage", "loss", "aggregate")."""
+        return options_for(self.functions[key], self._given)
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        named = {name: getattr(self, name) for name in _OPTION_KEYS}
+        return {name: value for name, value in named.items() if value is not None} | self.options
+
+    @model_validator(mode="after")
+    def _all_used(self) -> Self:
+        functions = self.functions
+        used = {name for function in functions.values() for name in options_for(function, self._given)}
+        for name in self._given:
+            if name not in used:
+                chosen = ", ".join(getattr(self, key) for key in functions)
+                key = name if name in _OPTION_KEYS else f"options.{name}"
+                raise key_error(key, f"no chosen function takes it ({chosen}); remove it or choose another function")
+        return self
+
+
+_TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "advantage": ADVANTAGES,
+    "loss": LOSSES,
+    "aggregate": AGGREGATES,
+    "kl_estimator": KL_ESTIMATORS,
+}
+_OPTION_KEYS = ("clip_low", "clip_high", "clip_dual", "gamma", "lam", "std", "whiten", "length")
+
+
+class EvalConfig(Section):
+    """When `data.eval` is answered, and how; sampling of its own, greedy by default."""
+
+    every: NonNegativeInt = Field(
+        default=0, description="steps between evaluations; 0 = only before the first and after the last"
+    )
+    at_start: bool = True
+    samples_per_prompt: PositiveInt = 1
+    temperature: NonNegativeFloat = 0.0
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: NonNegativeInt = 0
+    max_tasks: PositiveInt | None = Field(default=None, description="the first of the set; None = all")
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written (always after the last step) and which are kept."""
+
+    every: NonNegativeInt = Field(default=10, description="steps; 0 = only after the last")
+    keep: PositiveInt = 2
+    keep_best: str | None = Field(default=None, description="metric whose best checkpoint is kept besides")
+    mode: Literal["max", "min"] = "max"
+
+    @field_validator("keep_best")
+    @classmethod
+    def _known(cls, metric: str | None) -> str | None:
+        if metric is not None:
+            lookup(metric)
+        return metric
+
+
+class RLConfig(Section):
+    """A whole RL run."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig
+    data: DataConfig
+    env: EnvConfig = Field(default_factory=EnvConfig)
+    retrieval: RetrievalConfig | None = None
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    limits: Limits = Field(default_factory=Limits)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = OptimizerConfig.model_validate({})
+    critic: CriticConfig | None = None
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for check in (_check_group, _check_critic, _check_data, _check_env, _check_best, _check_memory):
+            check(self)
+        return self
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.data.eval)
+
+
+def plan_of(config: RLConfig, train_tasks: int) -> Plan:
+    """The batch arithmetic of the run; what the loop executes is asserted to be this."""
+    total = config.run.steps * config.batch.optimizer_steps_per_step
+    return make_plan(
+        config.batch,
+        steps=config.run.steps,
+        train_tasks=train_tasks,
+        lr_at=lambda update: lr_at(config.optimizer, update, total),
+        checkpoint_every=config.checkpoint.every,
+        eval_every=config.eval.every if config.evaluates else None,
+        eval_at_start=config.eval.at_start,
+    )
+
+
+def _check_group(config: RLConfig) -> None:
+    estimator, size = config.algorithm.advantage, config.batch.samples_per_prompt
+    if estimator in GROUP_ESTIMATORS and size < 2:
+        raise key_error(
+            "batch.samples_per_prompt",
+            f"{estimator} compares the episodes of one prompt with each other and learns nothing from {size}; "
+            "use at least 2, or an advantage that needs no group (gae, reinforce)",
+        )
+
+
+def _check_critic(config: RLConfig) -> None:
+    needed = config.algorithm.advantage == "gae"
+    if needed and config.critic is None:
+        raise key_error(
+            "algorithm.advantage", "gae needs values: add a `critic:` section (`critic: {}` for its defaults)"
+        )
+    if config.critic is not None and config.algorithm.advantage in GROUP_ESTIMATORS:
+        raise key_error("critic", f"{config.algorithm.advantage} uses no critic; remove the section or choose gae")
+
+
+def _check_data(config: RLConfig) -> None:
+    if not config.data.train:
+        raise key_error("data", "data.train names no files; there is nothing to train on")
+    if "eval" in config.model_fields_set and not config.data.eval:
+        raise key_error("eval", "there is nothing to evaluate on: set data.eval, or remove this section")
+
+
+def _check_env(config: RLConfig) -> None:
+    if config.env.name == "search" and config.retrieval is None:
+        raise key_error("env.name", "search needs a `retrieval:` section with an index, a corpus or a url")
+
+
+def _check_best(config: RLConfig) -> None:
+    if config.checkpoint.keep_best is None:
+        return
+    if not config.evaluates:
+        raise key_error("checkpoint.keep_best", "nothing measures it: set data.eval")
+    if config.eval.every == 0 or config.checkpoint.every % config.eval.every:
+        raise key_error(
+            "checkpoint.every",
+            f"{config.checkpoint.every} is no multiple of eval.every = {config.eval.every}, so that checkpoints would "
+            "lack the metric that keep_best compares",
+        )
+
+
+def _check_memory(config: RLConfig) -> None:
+    longest, room = config.limits.max_episode_tokens, config.batch.tokens_per_micro_batch
+    if longest > room:
+        raise key_error(
+            "batch.tokens_per_micro_batch",
+            f"{room} tokens cannot hold an episode of limits.max_episode_tokens = {longest}; set {longest} or more",
+        )

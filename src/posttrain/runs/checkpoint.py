@@ -1,0 +1,188 @@
+"""Checkpoints that are either whole or absent, whatever the moment of the kill. Standard library only, no pickle.
+
+`checkpoints/step-N/` holds what the caller wrote, `state.json` (counters, RNG, data cursor) and `manifest.json` (step,
+metric, size and SHA-256 of every file). It is written under a name that nobody reads and renamed when all of it is on
+the disk; it is deleted by a rename first. Which one is the latest is told by the manifests, not by names or times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.runs.durable import remove_tree, sweep, sync_file, sync_tree
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is damaged or cannot be written; says which file and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """Besides the last ones, the checkpoint with the best value of `metric` is kept; the earliest one among equals."""
+
+    metric: str
+    mode: Literal["max", "min"] = "max"
+
+    def score(self, value: float) -> float:
+        return value if self.mode == "max" else -value
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint. `metric` is the value of the KeepBest metric at its step, None = not measured."""
+
+    path: Path
+    step: int
+    metric: float | None
+    files: dict[str, tuple[int, str]]  # relative path -> (bytes, SHA-256)
+
+    def verify(self) -> None:
+        """Raises CheckpointError naming the first file that is missing, surplus or not as it was written."""
+        found = {name for name in _names(self.path) if name != MANIFEST}
+        if surplus := sorted(found - self.files.keys()):
+            raise CheckpointError(f"{self.path / surplus[0]} is not in the manifest; move it out of the checkpoint")
+        for name, (size, digest) in self.files.items():
+            path = self.path / name
+            if name not in found:
+                raise _broken(path, "is missing")
+            if path.stat().st_size != size:
+                raise _broken(path, f"has {path.stat().st_size} bytes; {size} were written")
+            if _sha256(path) != digest:
+                raise _broken(path, "differs from what was written (checksum)")
+
+    def state(self) -> dict[str, Any]:
+        return json.loads((self.path / STATE).read_text(encoding="utf-8"))
+
+
+class CheckpointStore:
+    """The folder of checkpoints of one run; only one process may write to it (the run's lock sees to that).
+
+    keep: how many of the last are kept. Opening removes what a killed process left half-written or half-deleted.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2, keep_best: KeepBest | None = None) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}: the last checkpoint is what a run resumes from")
+        self.folder = folder
+        self.keep = keep
+        self.keep_best = keep_best
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder, (".draft-", ".trash-"))
+
+    def commit(
+        self, step: int, write: Callable[[Path], None], state: dict[str, Any], metric: float | None = None
+    ) -> Checkpoint:
+        """Writes the checkpoint of `step` (steps done so far), then deletes those that need not be kept.
+
+        write: fills the folder it is given. state: JSON values only. Raises CheckpointError when there is a checkpoint
+        of this or of a later step.
+        """
+        self._check_newest(step)
+        draft = self.folder / f".draft-step-{step}"
+        draft.mkdir()
+        write(draft)
+        _write_json(draft / STATE, state)
+        files = {name: [(draft / name).stat().st_size, _sha256(draft / name)] for name in _names(draft)}
+        known = metric if metric is not None and math.isfinite(metric) else None
+        _write_json(draft / MANIFEST, {"format": FORMAT, "step": step, "metric": known, "files": files})
+        sync_tree(draft)
+        final = self.folder / f"step-{step}"
+        os.rename(draft, final)
+        sync_file(self.folder)
+        self._prune()
+        return _load(final)
+
+    def all(self) -> list[Checkpoint]:
+        """By step, unverified."""
+        folders = [path for path in self.folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        return sorted((_load(path) for path in folders), key=lambda checkpoint: checkpoint.step)
+
+    def latest(self) -> Checkpoint | None:
+        """The checkpoint of the highest step, verified; None when there is none.
+
+        A damaged one is an error, not passed over in silence: the caller may delete it to resume from the one before.
+        """
+        return self._verified(self.all()[-1:])
+
+    def best(self) -> Checkpoint | None:
+        """The checkpoint that `keep_best` asks for, verified; None when its metric was never measured."""
+        return self._verified(self._best(self.all()))
+
+    def discard_after(self, step: int) -> None:
+        """Deletes the checkpoints of later steps, the latest first: for resuming from an earlier one."""
+        for checkpoint in reversed(self.all()):
+            if checkpoint.step > step:
+                remove_tree(checkpoint.path)
+
+    def _check_newest(self, step: int) -> None:
+        existing = self.all()
+        if existing and existing[-1].step >= step:
+            raise CheckpointError(
+                f"{existing[-1].path} exists, so step {step} cannot be written after it; "
+                "resume the run from its latest checkpoint or discard the later ones"
+            )
+
+    def _verified(self, found: list[Checkpoint]) -> Checkpoint | None:
+        for checkpoint in found:
+            checkpoint.verify()
+        return found[0] if found else None
+
+    def _best(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        measured = [checkpoint for checkpoint in checkpoints if checkpoint.metric is not None]
+        if self.keep_best is None or not measured:
+            return []
+        score = self.keep_best.score
+        return [max(measured, key=lambda checkpoint: (score(checkpoint.metric or 0.0), -checkpoint.step))]
+
+    def _prune(self) -> None:
+        checkpoints = self.all()
+        kept = {checkpoint.step for checkpoint in checkpoints[-self.keep :] + self._best(checkpoints)}
+        for checkpoint in checkpoints:
+            if checkpoint.step not in kept:
+                remove_tree(checkpoint.path)
+
+
+def _load(path: Path) -> Checkpoint:
+    manifest = path / MANIFEST
+    try:
+        record = json.loads(manifest.read_text(encoding="utf-8"))
+        files = {name: (int(size), str(digest)) for name, (size, digest) in record["files"].items()}
+        checkpoint = Checkpoint(path, int(record["step"]), record["metric"], files)
+    except FileNotFoundError:
+        raise _broken(manifest, "is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise _broken(manifest, f"cannot be read ({type(error).__name__}: {error})") from error
+    if record.get("format") != FORMAT:
+        raise CheckpointError(f"{manifest} has format {record.get('format')!r}; this version reads format {FORMAT}")
+    return checkpoint
+
+
+def _broken(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} {what}. The checkpoint is damaged: restore the file, or delete the folder to use the one before it"
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Exact: floats come back bit by bit. Raises TypeError for what JSON lacks, ValueError for NaN and infinities."""
+    path.write_text(json.dumps(value, allow_nan=False, indent=1), encoding="utf-8")

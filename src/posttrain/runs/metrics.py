@@ -1,0 +1,210 @@
+"""The metric dictionary: every number that a run logs, declared once with what it counts and how it is reduced.
+
+A value is recorded with its unit: an `episode` value with the episode's id, so that an episode of three trajectories
+counts once; a `token` or `turn` value with the number of tokens or turns it is the mean of. None = not known, not kept.
+`timing` metrics depend on the machine and go to timing.jsonl; all others are reproducible.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Unit = Literal["episode", "group", "turn", "token", "step"]
+Reducer = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What one value belongs to, how the values of a step become one number, and what the number says."""
+
+    unit: Unit
+    reducer: Reducer
+    says: str
+    timing: bool = False
+
+
+class MetricError(ValueError):
+    """A value that the metric dictionary does not allow."""
+
+
+# `<name>` in a key stands for any one word, e.g. reward/component/<name>.
+METRICS: dict[str, Metric] = {
+    # what the policy was worth
+    "reward/mean": Metric("episode", "mean", "reward of scored episodes"),
+    "reward/max": Metric("episode", "max", "best reward"),
+    "reward/min": Metric("episode", "min", "worst reward"),
+    "reward/component/<name>": Metric("episode", "mean", "a named part of the score"),
+    "reward/source/<name>": Metric("episode", "mean", "reward of the tasks of one source"),
+    # what became of the episodes
+    "rollout/episodes": Metric("step", "sum", "episodes rolled out"),
+    "rollout/scored": Metric("step", "sum", "episodes with a score"),
+    "rollout/invalid": Metric("step", "sum", "episodes that broke: in no baseline and no update"),
+    "rollout/invalid/<reason>": Metric("step", "sum", "of these, by reason"),
+    "rollout/abstained": Metric("step", "sum", "episodes that the scorer declined to judge"),
+    "rollout/dropped": Metric("step", "sum", "scored episodes left out of the update"),
+    "rollout/turns": Metric("episode", "mean", "policy turns"),
+    "rollout/policy_tokens": Metric("episode", "mean", "tokens that the policy wrote"),
+    "rollout/policy_tokens_max": Metric("episode", "max", "the longest episode, in tokens of the policy"),
+    "rollout/total_tokens": Metric("episode", "mean", "all tokens of the episode"),
+    "rollout/trajectories": Metric("episode", "mean", "token sequences; above 1 where history was rewritten"),
+    "rollout/calls": Metric("episode", "mean", "tool calls attempted"),
+    "rollout/calls/<status>": Metric("episode", "mean", "tool calls by what became of them"),
+    "rollout/stop/<reason>": Metric("episode", "mean", "share of episodes that ended for this reason"),
+    "rollout/tokens_cut": Metric("step", "sum", "tokens cut from observations and turns"),
+    "rollout/bytes_cut": Metric("step", "sum", "bytes cut from observations"),
+    # groups
+    "group/count": Metric("step", "sum", "groups of the step"),
+    "group/no_signal": Metric("group", "mean", "share of groups whose rewards are all equal: skipped by the update"),
+    "group/reward_std": Metric("group", "mean", "spread of rewards within a group"),
+    "group/size": Metric("group", "mean", "usable episodes of a group"),
+    # the update
+    "train/loss": Metric("step", "mean", "policy loss of a mini-batch"),
+    "train/kl_loss": Metric("step", "mean", "KL term of the loss, times kl_coef"),
+    "train/advantage_mean": Metric("token", "mean", "advantage of policy tokens"),
+    "train/advantage_std": Metric("step", "last", "spread of advantages over policy tokens"),
+    "train/entropy": Metric("token", "mean", "entropy of the policy in nats at its own tokens"),
+    "train/ratio_max": Metric("step", "max", "largest probability ratio to the frozen policy"),
+    "train/clip_fraction": Metric("token", "mean", "share of tokens whose gradient was clipped away"),
+    "train/clip_fraction_low": Metric("token", "mean", "of these, clipped below"),
+    "train/clip_fraction_high": Metric("token", "mean", "of these, clipped above"),
+    "train/approx_kl": Metric("token", "mean", "KL of the policy from the one frozen for this batch (k3)"),
+    "train/grad_norm": Metric("step", "mean", "gradient norm before clipping"),
+    "train/grad_norm_max": Metric("step", "max", "the largest of the step"),
+    "train/lr": Metric("step", "last", "learning rate of the last optimizer step"),
+    "train/optimizer_steps": Metric("step", "last", "updates since the start of the run"),
+    "train/skipped_updates": Metric("step", "sum", "updates left out: gradients not finite, or nothing with signal"),
+    "train/trained_tokens": Metric("step", "sum", "policy tokens in the update, per epoch"),
+    "train/policy_version": Metric("step", "last", "optimizer steps behind the weights"),
+    # distance to the reference model
+    "ref/kl": Metric("token", "mean", "KL of the policy from the reference, by the chosen estimator"),
+    # the critic
+    "critic/loss": Metric("step", "mean", "value loss of a mini-batch"),
+    "critic/explained_variance": Metric("step", "last", "share of the variance of returns that values explain"),
+    "critic/value_mean": Metric("token", "mean", "predicted value at policy tokens"),
+    "critic/grad_norm": Metric("step", "mean", "gradient norm of the critic before clipping"),
+    "critic/lr": Metric("step", "last", "learning rate of the critic"),
+    # sampler against trainer: the first thing to look at when learning is strange
+    "gap/mean": Metric("token", "mean", "|log-prob of the sampler - log-prob of the trainer|, same weights"),
+    "gap/max": Metric("step", "max", "largest such difference"),
+    "gap/kl": Metric("token", "mean", "KL between the two (k3)"),
+    "gap/effective_sample_size": Metric("step", "mean", "of the importance weights, as a share of the tokens"),
+    "gap/staleness": Metric("token", "mean", "optimizer steps between sampling and training"),
+    # data
+    "data/consumed": Metric("step", "last", "tasks asked since the start of the run"),
+    "data/epoch": Metric("step", "last", "passes over the training data"),
+    # evaluation
+    "eval/reward": Metric("episode", "mean", "reward over the evaluation tasks that could be scored"),
+    "eval/component/<name>": Metric("episode", "mean", "a named part of the score"),
+    "eval/source/<name>": Metric("episode", "mean", "reward of one source"),
+    "eval/pass_at_<k>": Metric("group", "mean", "probability that one of k samples is right"),
+    "eval/mean_at_<k>": Metric("group", "mean", "mean over k samples"),
+    "eval/maj_at_<k>": Metric("group", "mean", "share of tasks whose most frequent answer is right"),
+    "eval/scored": Metric("step", "sum", "evaluation episodes with a score"),
+    "eval/invalid": Metric("step", "sum", "evaluation episodes that broke"),
+    "eval/calls": Metric("episode", "mean", "tool calls attempted"),
+    "eval/turns": Metric("episode", "mean", "policy turns"),
+    "eval/policy_tokens": Metric("episode", "mean", "tokens that the policy wrote"),
+    # time and memory: not reproducible
+    "time/step": Metric("step", "sum", "seconds of the whole step", timing=True),
+    "time/rollout": Metric("step", "sum", "seconds of rolling out", timing=True),
+    "time/reward": Metric("step", "sum", "seconds of scoring", timing=True),
+    "time/logprobs": Metric("step", "sum", "seconds of old, reference and value forwards", timing=True),
+    "time/update": Metric("step", "sum", "seconds of updates", timing=True),
+    "time/eval": Metric("step", "sum", "seconds of evaluation", timing=True),
+    "time/checkpoint": Metric("step", "sum", "seconds of writing the checkpoint", timing=True),
+    "time/tools": Metric("episode", "mean", "seconds in tools", timing=True),
+    "speed/sampled_tokens_per_second": Metric("step", "mean", "policy tokens per second of rolling out", timing=True),
+    "speed/trained_tokens_per_second": Metric("step", "mean", "tokens per second of updates", timing=True),
+    "memory/peak_gib": Metric("step", "max", "largest memory of the process or the GPU", timing=True),
+}
+
+
+def lookup(key: str) -> Metric:
+    """The declaration of `key`. Raises MetricError naming the nearest one."""
+    if key in METRICS:
+        return METRICS[key]
+    for pattern, metric in METRICS.items():
+        if "<" in pattern and _matches(key, pattern):
+            return metric
+    near = difflib.get_close_matches(key, METRICS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise MetricError(f"no metric is called {key!r}{hint}. Metrics are declared in posttrain.runs.metrics.METRICS")
+
+
+def _matches(key: str, pattern: str) -> bool:
+    head, _, rest = pattern.partition("<")
+    word, tail = key.removeprefix(head), rest.partition(">")[2]
+    return key.startswith(head) and word.endswith(tail) and len(word) > len(tail) and "/" not in word
+
+
+@dataclass(slots=True)
+class _Values:
+    values: list[float] = field(default_factory=list[float])
+    counts: list[int] = field(default_factory=list[int])  # tokens or turns behind each value
+    by_id: dict[str, float] = field(default_factory=dict[str, float])  # episode or group
+
+
+class Metrics:
+    """Collects the values of one step; `reduce` gives the row to log."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[str, _Values] = {}
+
+    def record(self, key: str, value: float | None, *, id: str | None = None, count: int | None = None) -> None:
+        """id: of the episode or group, needed for these units and only for them; recorded again, the value must be the
+        same. count: tokens or turns that `value` is the mean of. Raises MetricError."""
+        unit = lookup(key).unit
+        if (id is not None) != (unit in ("episode", "group")):
+            raise MetricError(f"{key} counts per {unit}: it is recorded {'with' if id is None else 'without'} an id")
+        if (count is not None) != (unit in ("turn", "token")):
+            raise MetricError(
+                f"{key} counts per {unit}: it is recorded {'with' if count is None else 'without'} a count"
+            )
+        if value is None:
+            return
+        values = self._recorded.setdefault(key, _Values())
+        if id is None:
+            values.values.append(float(value))
+            values.counts.append(1 if count is None else count)
+        elif values.by_id.setdefault(id, float(value)) != value and not math.isnan(value):
+            raise MetricError(f"{key}: {unit} {id} was recorded with {values.by_id[id]}, now with {value}")
+
+    def reduce(self) -> dict[str, float]:
+        """One number per recorded key, in the order of the keys' names: the order of recording changes nothing."""
+        return {key: _reduced(key, self._recorded[key]) for key in sorted(self._recorded)}
+
+
+def _reduced(key: str, recorded: _Values) -> float:
+    values = recorded.values or [recorded.by_id[id] for id in sorted(recorded.by_id)]
+    counts = recorded.counts or [1] * len(values)
+    return _REDUCERS[lookup(key).reducer](values, counts)
+
+
+def _mean(values: Sequence[float], counts: Sequence[int]) -> float:
+    total = sum(counts)
+    return math.fsum(v * n for v, n in zip(values, counts, strict=True)) / total if total else math.nan
+
+
+_REDUCERS: dict[Reducer, Callable[[Sequence[float], Sequence[int]], float]] = {
+    "mean": _mean,
+    "sum": lambda values, counts: math.fsum(values),
+    "max": lambda values, counts: max(values),
+    "min": lambda values, counts: min(values),
+    "last": lambda values, counts: values[-1],
+}
+
+
+def split_timing(row: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """(reproducible metrics, timings)."""
+    timing = {key: value for key, value in row.items() if lookup(key).timing}
+    return {key: value for key, value in row.items() if key not in timing}, timing
+
+
+def dictionary_markdown() -> str:
+    """The metric dictionary as a table, for the documentation."""
+    rows = [f"| `{key}` | {m.unit} | {m.reducer} | {m.says} |" for key, m in METRICS.items()]
+    return "\n".join(["| metric | per | reduced by | says |", "|---|---|---|---|", *rows]) + "\n"

@@ -1,0 +1,129 @@
+"""Where metric rows are shown, besides metrics.jsonl and timing.jsonl, which every run has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import split_timing
+
+CONSOLE_KEYS = (
+    "reward/mean",
+    "eval/reward",
+    "group/no_signal",
+    "rollout/calls",
+    "rollout/policy_tokens",
+    "rollout/invalid",
+    "train/approx_kl",
+    "train/entropy",
+    "train/grad_norm",
+    "gap/max",
+    "time/step",
+)
+
+
+class Sink(Protocol):
+    """Takes the row of a step. `first_step` of a resumed run: rows from there on replace what was shown before."""
+
+    def write(self, step: int, row: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonSink:
+    """metrics.jsonl and timing.jsonl of the run directory."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        metrics, timing = split_timing(row)
+        for log, part in ((self._run.metrics, metrics), (self._run.timing, timing)):
+            if part:
+                log.append({"step": step, **part})
+
+    def close(self) -> None:
+        self._run.sync()
+
+
+class ConsoleSink:
+    """One line per row with the numbers that tell whether learning is healthy."""
+
+    def __init__(self, run: RunDirectory, first_step: int) -> None:
+        from rich.console import Console
+
+        self._console = Console(highlight=True)
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        shown = [f"{key} {_short(row[key])}" for key in CONSOLE_KEYS if key in row]
+        self._console.print(f"[bold]step {step:>4}[/]  " + "  ".join(shown), soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class TensorBoardSink:
+    """`tensorboard --logdir RUN/tensorboard`; extra `viewer`."""
+
+    def __init__(self, run: RunDirectory, first_step: int) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=first_step)
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases, when `wandb` is installed; its own environment variables apply (WANDB_MODE=offline)."""
+
+    def __init__(self, run: RunDirectory, first_step: int) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run: Any = wandb.init(dir=str(run.path), name=run.path.name, id=run.path.name, resume="allow")
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log({key: value for key, value in row.items() if math.isfinite(value)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {
+    "console": ConsoleSink,
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+}
+EXTRAS = {"tensorboard": "pip install 'posttrain[viewer]'", "wandb": "pip install wandb"}
+
+
+class Sinks:
+    """The JSON files and the chosen sinks, written one after another."""
+
+    def __init__(self, run: RunDirectory, names: tuple[str, ...], first_step: int = 0) -> None:
+        self._sinks: list[Sink] = [JsonSink(run), *(_open(name, run, first_step) for name in names)]
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, row)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def _open(name: str, run: RunDirectory, first_step: int) -> Sink:
+    try:
+        return SINKS[name](run, first_step)
+    except ImportError as error:
+        raise ImportError(f"run.sinks names {name!r}, which needs: {EXTRAS.get(name, name)} ({error})") from error
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
