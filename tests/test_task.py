@@ -1,0 +1,73 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.task import Abstain, EpisodeInvalid, Invalid, Score, Task, as_outcome
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_any_finite_number_is_a_score(value: float) -> None:
+    assert as_outcome(value) == Score(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, 1, 1.0, np.float32(1), np.bool_(True), np.array(1.0), np.array([1.0]), torch.tensor(1), torch.tensor([1.0])],
+)
+def test_p77_bools_and_numpy_and_torch_scalars_are_scores(value: object) -> None:
+    outcome = as_outcome(value)
+    assert outcome == Score(1.0)
+    assert isinstance(outcome, Score)
+    assert type(outcome.value) is float
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.inf)])
+def test_p77_not_a_number_is_invalid_not_zero(value: object) -> None:
+    outcome = as_outcome(value)
+    assert isinstance(outcome, Invalid)
+    assert outcome.reason == "non_finite_reward"
+
+
+def test_p77_none_abstains() -> None:
+    assert isinstance(as_outcome(None), Abstain)
+
+
+@pytest.mark.parametrize("value", [Score(0.5, {"em": 0.5}, "x"), Invalid("timeout"), Abstain("no opinion")])
+def test_outcomes_pass_unchanged(value: object) -> None:
+    assert as_outcome(value) is value
+
+
+@pytest.mark.parametrize("value", ["1.0", [1.0], {"score": 1.0}, object()])
+def test_other_types_are_a_type_error_that_names_them(value: object) -> None:
+    with pytest.raises(TypeError, match=type(value).__name__):
+        as_outcome(value)
+
+
+@pytest.mark.parametrize("value", [np.array([1.0, 2.0]), torch.zeros(3)])
+def test_more_than_one_number_is_refused(value: object) -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        as_outcome(value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_must_be_finite(value: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        Score(value)
+
+
+def test_episode_invalid_keeps_reason_and_detail() -> None:
+    failure = EpisodeInvalid("tool_down", "port 8000")
+    assert (failure.reason, failure.detail, str(failure)) == ("tool_down", "port 8000", "tool_down: port 8000")
+    assert str(EpisodeInvalid("timeout")) == "timeout"
+
+
+def test_a_task_cannot_be_changed_and_needs_only_id_and_prompt() -> None:
+    task = Task(id="a", prompt=({"role": "user", "content": "q"},))
+    assert task.ground_truth == ()
+    assert task.extra == {}
+    with pytest.raises(AttributeError):
+        task.id = "b"  # type: ignore[misc]
