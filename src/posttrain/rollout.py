@@ -27,7 +27,7 @@ from posttrain.envs.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.protocol import Action, Env, Observation, Step
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.task import EpisodeInvalid, Invalid, Score, Task, as_outcome
-from posttrain.trajectory import Episode, Segment, Source, StopReason, Trajectory, Turn
+from posttrain.trajectory import Episode, Segment, Source, StopReason, Trajectory, TrajectoryError, Turn
 
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0  # what an env gets to free its things
@@ -95,7 +95,7 @@ async def rollout_group(
         await asyncio.gather(*jobs, return_exceptions=True)
     for run, job in zip(runs, jobs, strict=True):
         if job.cancelled():
-            run.fail("straggler", f"still running after group_seconds={spec.limits.group_seconds}")
+            run.give_up("straggler", f"still running after group_seconds={spec.limits.group_seconds}")
     return [trajectory for run in runs for trajectory in run.finished()]
 
 
@@ -167,20 +167,22 @@ class _EpisodeRun:
             env = self._make_env()
             await self._play(env)
         except DeadlinePassed as passed:
-            self._end(StopReason.DEADLINE)
-            self.fail("timeout", str(passed))
+            self.give_up("timeout", str(passed))
         except EpisodeInvalid as failure:
-            self.fail(failure.reason, failure.detail)
+            self.invalid = Invalid(failure.reason, failure.detail)
             if failure.__cause__ is not None:
                 self._now.info["traceback"] = "".join(traceback.format_exception(failure.__cause__))
         finally:
-            self.spec.sampler.release(self.session)
-            if env is not None:
-                await self._close(env)
+            try:
+                self.spec.sampler.release(self.session)
+            finally:
+                if env is not None:
+                    await self._close(env)
 
-    def fail(self, reason: str, detail: str) -> None:
-        """The first failure is the one that counts."""
-        self.invalid = self.invalid or Invalid(reason, detail)
+    def give_up(self, reason: str, detail: str) -> None:
+        """Ends an episode whose time is over."""
+        self.invalid = Invalid(reason, detail)
+        self._end(StopReason.DEADLINE)
 
     def finished(self) -> list[Trajectory]:
         """The trajectories, closed: env rewards attached, outcome Invalid if the episode failed."""
@@ -265,6 +267,8 @@ class _EpisodeRun:
         turn.end, turn.stop_reason = len(trajectory), sampled.stop_reason
         if sampled.stop_reason is StopReason.ABORT:
             raise EpisodeInvalid("sampler_abort", "the sampler gave the request up")
+        if not 1 <= len(sampled.ids) <= room:
+            raise TrajectoryError(f"asked for 1 to {room} tokens, the sampler returned {len(sampled.ids)}")
 
     async def _sample(self, params: SamplingParams, seed: int) -> Sampled:
         ends, name = self._nearest(None)
@@ -297,10 +301,13 @@ class _EpisodeRun:
     def _observe(self, observation: Observation) -> bool:
         """Appends what the env shows. False, with nothing appended, when no room for a token would be left."""
         if observation.history:
-            self._open(self.codec.prompt([*observation.history, *observation.messages]))
+            ids = self.codec.prompt([*observation.history, *observation.messages])
+            if len(ids) >= self.limits.max_episode_tokens:
+                return False
+            self._open(ids)
             observation = replace(observation, messages=(), history=())
             if observation == Observation():
-                return len(self._now) < self.limits.max_episode_tokens
+                return True
         trajectory = self._now
         pieces, tokens_cut, bytes_cut = encode_observation(
             observation, self.codec, max_tokens=self.limits.max_observation_tokens, cut_marker=self.limits.cut_marker
@@ -329,9 +336,12 @@ class _EpisodeRun:
         return [(list(closing), Source.INJECTED)]
 
     def _end(self, reason: StopReason) -> None:
-        """An end without a request: a policy turn of no tokens that says why."""
-        end = len(self._now)
-        self._now.turns.append(Turn(who=Source.POLICY, start=end, end=end, stop_reason=reason))
+        """An end without a request, or before its answer: a policy turn of no tokens that says why."""
+        turns, end = self._now.turns, len(self._now)
+        if turns and turns[-1].who is Source.POLICY and turns[-1].stop_reason is None:
+            turns[-1].stop_reason = reason
+        else:
+            turns.append(Turn(who=Source.POLICY, start=end, end=end, stop_reason=reason))
 
     def _make_env(self) -> Env:
         try:

@@ -44,6 +44,7 @@ class Step:
 
     `observation=None` without `done` after a stop string says that the turn is not over (the string was no call: it
     stood in a thought): the policy goes on writing and `step` is called again with the whole text of the turn.
+    An observation that no further policy turn follows (`done`, or the last turn) is not written to the trajectory.
     """
 
     observation: Observation | None = None
