@@ -1,0 +1,108 @@
+import asyncio
+import json
+
+import pytest
+
+from posttrain.envs import ENVS, SearchEnv, SingleTurnEnv, coerce_text, load_env
+from posttrain.envs.deadline import DeadlinePassed, ends_in, within
+from posttrain.envs.protocol import Action, Observation
+from posttrain.task import Task
+from posttrain.trajectory import StopReason
+
+
+def test_the_table_and_import_paths_give_env_classes() -> None:
+    assert load_env("search") is SearchEnv
+    assert load_env("single_turn") is ENVS["single_turn"] is SingleTurnEnv
+    assert load_env("posttrain.envs.search:SearchEnv") is SearchEnv
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("serach", "did you mean 'search'"),
+        ("zzz", "known: "),
+        ("no_such_module_here:Env", "no module named 'no_such_module_here'"),
+        ("posttrain.envs.search:Nothing", "has no 'Nothing'"),
+        ("posttrain.task:Task", "lacks reset, step, close"),
+    ],
+)
+def test_a_name_that_leads_nowhere_says_why(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_env(name)
+
+
+def test_single_turn_ends_after_one_action() -> None:
+    async def run() -> None:
+        env = SingleTurnEnv(stop_strings=["</answer>"])
+        assert await env.reset(Task(id="t", prompt=())) == Observation()
+        step = await env.step(Action(text="x", stop_reason=StopReason.LENGTH))
+        assert (step.done, step.observation, step.reward) == (True, None, None)
+        assert (env.stop_strings, env.max_turns) == (("</answer>",), 1)
+        await env.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("plain é", "plain é"),
+        (None, ""),
+        (b"caf\xc3\xa9", "café"),
+        (b"\xff", "\ufffd"),
+        (bytearray(b"ab"), "ab"),
+        ({"a": [1, None]}, '{"a": [1, null]}'),
+        ([1, "x"], '[1, "x"]'),
+        (3.5, "3.5"),
+        (True, "true"),
+        (ValueError("bad thing"), "ValueError: bad thing"),
+        ("lone \ud800 half", "lone \ufffd\ufffd\ufffd half"),
+    ],
+)
+def test_p58_any_tool_output_becomes_text(value: object, text: str) -> None:
+    assert coerce_text(value) == text
+    coerce_text(value).encode("utf-8")
+
+
+def test_p58_values_json_does_not_know_are_shown_not_raised() -> None:
+    shown = json.loads(coerce_text({"when": {1, 2}, "what": object}))
+    assert set(shown) == {"when", "what"}
+
+
+def test_p54_code_that_swallows_its_cancellation_cannot_hold_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.envs.deadline.GRACE_SECONDS", 0.05)
+    release = asyncio.Event()
+
+    async def stubborn() -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        with pytest.raises(DeadlinePassed):
+            await within(stubborn(), ends_in(0.02))
+        assert clock() - started < 1.0
+        release.set()
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_within_passes_results_and_exceptions() -> None:
+    async def value() -> int:
+        return 3
+
+    async def broken() -> int:
+        raise KeyError("x")
+
+    async def run() -> None:
+        assert await within(value(), None) == 3
+        assert await within(value(), ends_in(5)) == 3
+        with pytest.raises(KeyError):
+            await within(broken(), ends_in(5))
+
+    asyncio.run(run())
