@@ -1,0 +1,222 @@
+"""The sampler's attention: new tokens of many sequences in one row, their past in the KV cache.
+
+One forward holds decode rows (the one newest token of each of n sequences) followed by prefill chunks (several new
+tokens of one sequence each). Decode rows read the first rows of the cache as a view; chunks that start a sequence need
+no cache at all; the others gather their past, a bucket of similar lengths at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.sampler.kv_cache import KVCache, LayerShape
+from posttrain.trainer.attention import exact_attention
+
+SCORES_PER_BUCKET = 1 << 22  # query-key pairs of a bucket, per head: bounds the memory of its mask
+NEGATIVE = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`count` new tokens of the sequence in `row`, which already holds `start`; they stand at `offset` in the forward."""
+
+    row: int
+    start: int
+    count: int
+    offset: int
+
+
+@dataclass(slots=True)
+class CachedAttention:
+    """Writes keys and values where they belong and attends; made anew for every forward."""
+
+    cache: KVCache
+    rows: Tensor  # [T] cache row of every new token
+    positions: Tensor  # [T]
+    decode_rows: list[int]  # ascending; their tokens are the first of the T
+    decode_ends: list[int]  # tokens of each after this forward
+    chunks: list[Chunk]
+    _decode: _DecodeRows | None = None
+    _buckets: list[_Bucket] = field(default_factory=list["_Bucket"])
+    _places: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def __post_init__(self) -> None:
+        if self.decode_rows:
+            self._decode = _DecodeRows(self.decode_rows, self.decode_ends, self.rows.device)
+        self._buckets = [_Bucket(part, self.rows.device) for part in _bucketed(self.chunks)]
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,  # [1, H, T, D]
+        key: Tensor,  # [1, Hkv, T, D]
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        **extras: Any,
+    ) -> Tensor:  # [1, T, H, D]
+        heads = key.shape[1]
+        if heads not in self._places:
+            self._places[heads] = self.cache.places(self.rows, self.positions, heads)
+        new = (key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, Hkv, D]
+        self.cache.write(layer_idx, self._places[heads], *new)
+        layer = self.cache.layer(layer_idx)
+        how = _How(scaling, sliding_window, extras)
+        rows = query[0].transpose(0, 1)  # [T, H, D]
+        if self._decode is not None and not self._buckets:
+            return self._decode.attend(rows, layer, how)[None]
+        out = rows.new_empty(*rows.shape[:2], value.shape[-1])
+        if self._decode is not None:
+            count = len(self.decode_rows)
+            out[:count] = self._decode.attend(rows[:count], layer, how)
+        for bucket in self._buckets:
+            out[bucket.tokens] = bucket.attend(rows, new, layer, how)
+        return out[None]
+
+
+@dataclass(slots=True)
+class ShapeProbe:
+    """Stands in for the attention once, to learn what every layer would cache."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
+
+    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        self.shapes[layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    scaling: float
+    window: int | None
+    extras: dict[str, Any]  # softcap, sinks
+
+
+class _DecodeRows:
+    """One query per sequence against its whole past."""
+
+    def __init__(self, rows: list[int], ends: list[int], device: torch.device) -> None:
+        self._span = rows[-1] + 1  # rows 0..span-1 are read; the few among them that are not decoded are thrown away
+        self._full = self._span == len(rows)
+        self._longest, self._shortest = max(ends), min(ends)
+        both = torch.tensor([rows, ends], device=device)
+        self._rows = both[0]
+        ends_of_row = both[1] if self._full else both.new_ones(self._span).index_copy_(0, both[0], both[1])
+        self._ends = ends_of_row[:, None]  # [span, 1]
+        self._masks: dict[tuple[int | None, int], tuple[int, Tensor]] = {}
+
+    def attend(self, query: Tensor, layer: tuple[Tensor, Tensor], how: _How) -> Tensor:
+        """[n, H, D] -> [n, H, Dv]"""
+        keys, values = layer
+        if not self._full:
+            query = query.new_zeros(self._span, *query.shape[1:]).index_copy_(0, self._rows, query)
+        heads, capacity = keys.shape[1:3]
+        low, mask = self._visible(how.window, heads, query.dtype)
+        q = query.reshape(self._span * heads, -1, query.shape[-1])  # queries that share a key head stand together
+        k = keys.view(-1, capacity, keys.shape[-1])[: len(q), low : self._longest]
+        v = values.view(-1, capacity, values.shape[-1])[: len(q), low : self._longest]
+        if how.extras:
+            out = self._exact(query, k, v, mask, how)
+        elif q.dtype == torch.float32:
+            # written out: a third to a half of the time of SDPA for one query per row
+            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=how.scaling)
+            out = torch.bmm(scores.softmax(-1), v)
+        else:
+            out = F.scaled_dot_product_attention(
+                q[:, None], k[:, None], v[:, None], attn_mask=mask[:, None], scale=how.scaling
+            )
+        out = out.reshape(self._span, -1, v.shape[-1])
+        return out if self._full else out.index_select(0, self._rows)
+
+    def _exact(self, query: Tensor, k: Tensor, v: Tensor, mask: Tensor, how: _How) -> Tensor:
+        k4, v4, mask4 = (x.reshape(self._span, -1, *x.shape[1:]) for x in (k, v, mask))
+        return exact_attention(query[:, :, None], k4, v4, mask4[:, :1] == 0, scaling=how.scaling, **how.extras)
+
+    def _visible(self, window: int | None, heads: int, dtype: torch.dtype) -> tuple[int, Tensor]:
+        """(first column read, [span * heads, 1, columns] 0 or -inf)"""
+        found = self._masks.get((window, heads))
+        if found is None:
+            low = 0 if window is None else max(0, self._shortest - window)
+            columns = torch.arange(low, self._longest, device=self._ends.device)
+            visible = columns < self._ends
+            if window is not None and window < self._longest:
+                visible &= columns >= self._ends - window
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, NEGATIVE)
+            found = self._masks[window, heads] = (low, mask.repeat_interleave(heads, dim=0)[:, None])
+        return found
+
+
+class _Bucket:
+    """Chunks of similar lengths, padded on the right to the longest."""
+
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+        self._fresh = all(chunk.start == 0 for chunk in chunks)
+        self._rows = torch.tensor([chunk.row for chunk in chunks], device=device)
+        self._width = max(chunk.count for chunk in chunks)
+        self._longest = max(chunk.start + chunk.count for chunk in chunks)
+        numbers = torch.tensor([[c.start, c.count, c.offset] for c in chunks], device=device).T[:, :, None]
+        self._starts, counts, offsets = numbers  # [m, 1] each
+        column = torch.arange(self._width, device=device)
+        real = column < counts  # [m, width]
+        self._gather = (offsets + torch.minimum(column, counts - 1)).view(-1)  # a pad repeats its chunk's last token
+        self._real = real.view(-1).nonzero()[:, 0]
+        self.tokens = self._gather[self._real]  # [sum of counts] where the results go
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, rows: Tensor, new: tuple[Tensor, Tensor], layer: tuple[Tensor, Tensor], how: _How) -> Tensor:
+        """[sum of counts, H, Dv] from the forward's queries [T, H, D] and new keys and values [T, Hkv, D]."""
+        q = self._padded(rows)
+        if self._fresh:
+            k, v = (self._padded(x) for x in new)
+        else:
+            k, v = (x[:, :, : self._longest].index_select(0, self._rows) for x in layer)
+        window = how.window if how.window is not None and how.window < self._longest else None
+        if how.extras:
+            out = exact_attention(q, k, v, self._visible(window), scaling=how.scaling, **how.extras)
+        else:
+            causal = self._fresh and window is None
+            mask = None if causal else self._visible(window)
+            shared = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=how.scaling, enable_gqa=shared
+            )
+        return out.transpose(1, 2).flatten(0, 1)[self._real]
+
+    def _padded(self, tokens: Tensor) -> Tensor:
+        """[T, h, D] -> [m, h, width, D]"""
+        return tokens[self._gather].view(-1, self._width, *tokens.shape[1:]).transpose(1, 2)
+
+    def _visible(self, window: int | None) -> Tensor:
+        """[m, 1, width, longest] bool"""
+        if window not in self._masks:
+            query = (self._starts + torch.arange(self._width, device=self._rows.device))[:, None, :, None]
+            distance = query - torch.arange(self._longest, device=self._rows.device)
+            visible = distance >= 0
+            self._masks[window] = visible if window is None else visible & (distance < window)
+        return self._masks[window]
+
+
+def _bucketed(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Fresh and continued chunks apart, counts within a factor of two, and no bucket with too many scores."""
+    buckets: list[list[Chunk]] = []
+    widest: dict[tuple[bool, int], list[Chunk]] = {}
+    for chunk in sorted(chunks, key=lambda c: -c.count):
+        kind = (chunk.start == 0, chunk.count.bit_length())
+        bucket = widest.get(kind)
+        if bucket is None or not _has_room(bucket, chunk):
+            bucket = widest[kind] = []
+            buckets.append(bucket)
+        bucket.append(chunk)
+    return buckets
+
+
+def _has_room(bucket: list[Chunk], chunk: Chunk) -> bool:
+    longest = max(chunk.start + chunk.count, *(c.start + c.count for c in bucket))
+    return (len(bucket) + 1) * bucket[0].count * longest <= SCORES_PER_BUCKET

@@ -1,0 +1,488 @@
+"""Continuous batching, one step at a time: requests in, one forward of the policy's module, tokens out.
+
+Synchronous and deterministic: what `step` does depends only on the order of submissions. Waiting and waking callers is
+`native.py`'s. The engine never copies weights: it calls the policy, so a step after an update samples from the update.
+
+A request goes through:  submit -> waiting -> (admit: a row, the longest cached prefix) -> prefill, in chunks if long
+-> one token per step -> finished, its keys kept for the session.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from posttrain.sampler.cached_attention import CachedAttention, Chunk, ShapeProbe
+from posttrain.sampler.draw import DrawSettings, draw
+from posttrain.sampler.kv_cache import KVCache, LayerShape
+from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.randomness import stream_of, uniforms
+from posttrain.sampler.slots import Move, Slot, SlotTable, common_prefix
+from posttrain.sampler.stopping import StopRule
+from posttrain.trainer.policy import Policy
+from posttrain.trajectory import StopReason
+
+SHARE_AT_LEAST = 16  # tokens: shorter common prefixes are computed again rather than copied or waited for
+CAPACITY_UNIT = 32  # tokens; capacities are multiples of it
+
+
+class SamplerError(RuntimeError):
+    """The engine could not go on; every request that was in it fails with this."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One turn in the making. `ids` is the prompt and what was sampled so far."""
+
+    ids: list[int]
+    prompt_length: int
+    params: SamplingParams
+    stream: int  # randomness.stream_of(seed)
+    rule: StopRule
+    limit: int  # the turn ends with LENGTH when `ids` has this many tokens
+    session: str | None = None
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    slot: Slot | None = None  # None while it waits
+    forked_from: Request | None = None  # the same ids are being prefilled there: only the last logits are shared
+    result: Sampled | None = None
+
+    @property
+    def generated(self) -> int:
+        return len(self.ids) - self.prompt_length
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose keys are not cached yet; 1 for a request that is being decoded."""
+        return len(self.ids) - (self.slot.cached if self.slot is not None else 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplerStats:
+    """Counted since the sampler was made (or since `reset`). Tokens, unless said otherwise."""
+
+    requests: int = 0  # turns finished
+    tokens_generated: int = 0
+    tokens_forwarded: int = 0  # through the model: prefilled and decoded
+    tokens_prefilled: int = 0  # forwarded because they were not cached
+    tokens_reused: int = 0  # taken from the cache: a session's past, a group's prompt, a shared prefix
+    tokens_truncated_draw: int = 0  # drawn under top_p or top_k: their log-probs are renormalised
+    cache_hits: int = 0  # requests that reused anything
+    steps: int = 0  # forwards
+    rows: int = 0  # sequences in those forwards, summed
+    evictions: int = 0  # idle sessions whose cache was given up for memory
+    preemptions: int = 0  # running requests that were put back for memory, or because the weights changed
+    flushes: int = 0  # times the whole cache was dropped because the policy's version changed
+
+    @property
+    def mean_batch(self) -> float:
+        """Sequences per forward; 0 before the first."""
+        return self.rows / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What the engine may use."""
+
+    max_batch: int  # sequences in one forward
+    tokens_per_step: int  # new tokens in one forward; longer prompts are prefilled in chunks
+    kv_bytes: int  # memory for keys and values
+    max_context: int  # tokens of a sequence, from the model
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one forward holds: decode rows by ascending cache row, then chunks of prompts."""
+
+    decode: list[Request]
+    prefill: list[tuple[Request, int]]  # with the number of tokens to forward now
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.decode, *(request for request, _ in self.prefill)]
+
+
+class Engine:
+    """See the module's docstring. `waiting` is in order of submission, `active` in order of admission."""
+
+    def __init__(self, policy: Policy, limits: EngineLimits) -> None:
+        self.policy = policy
+        self.limits = limits
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+        self.slots = SlotTable()
+        self.stats = SamplerStats()
+        self.cache = KVCache(_layer_shapes(policy), policy.device)
+        self._version = policy.version
+
+    # -- what the sampler calls ---------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    def submit(self, request: Request) -> None:
+        """Raises ValueError when the request could never fit."""
+        needed = _rounded(request.limit) * self.cache.bytes_per_token
+        if needed > self.limits.kv_bytes:
+            raise ValueError(
+                f"a sequence of up to {request.limit} tokens needs {needed / 2**20:.1f} MiB of keys and values, the "
+                f"budget is {self.limits.kv_bytes / 2**20:.1f} MiB: raise kv_gib or lower max_new_tokens"
+            )
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Drops a request at any time; its row is free at once."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.active:
+            self._retire(request)
+
+    def release(self, session: str) -> None:
+        self.slots.release(session)
+        for request in (*self.active, *self.waiting):
+            if request.session == session:
+                request.session = None
+
+    def reset(self) -> None:
+        """Forgets every request and every cached token, and gives the memory back."""
+        self.waiting.clear()
+        self.active.clear()
+        self.slots = SlotTable()
+        self.cache.drop()
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """One forward. Returns the requests that finished, their `result` set. No-op without work."""
+        self._notice_new_weights()
+        self._admit()
+        if not self.active:
+            return []
+        self._make_room_to_grow()
+        self._apply(self.slots.gather_busy(slack=len(self.active) // 8))
+        step = self._plan()
+        hidden = self._forward(step)
+        sampling, index = self._sampling(step)
+        for request, count in self._advanced(step):
+            assert request.slot is not None
+            request.slot.cached += count
+        self._fork()
+        if not sampling:
+            return []
+        finished = self._sample(sampling, hidden[index])
+        for request in finished:
+            self._retire(request)
+        return finished
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _notice_new_weights(self) -> None:
+        """Keys of other weights are never read: running requests start over from their tokens."""
+        if self.policy.version == self._version:
+            return
+        self._version = self.policy.version
+        if not self.slots.slots:
+            return
+        for request in reversed(self.active):
+            self._put_back(request)
+        self.active.clear()
+        self.slots.invalidate()
+        self.stats.flushes += 1
+
+    def _put_back(self, request: Request) -> None:
+        """To the front of the queue; the caller takes it off `active`."""
+        assert request.slot is not None
+        self.slots.leave(request.slot)
+        request.slot = request.forked_from = None
+        self.waiting.appendleft(request)
+        self.stats.preemptions += 1
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """First come, first served, while there are rows, memory and room in this forward.
+
+        A request whose long prefix is being prefilled right now waits one step and then copies it; one with the very
+        same ids joins at once and shares the last logits.
+        """
+        if not self.waiting:
+            return
+        room = self.limits.tokens_per_step - sum(r.missing for r in self.active)
+        fresh: dict[tuple[int, ...], Request] = {}  # new prompts that this very forward prefills to their end
+        for request in list(self.waiting):
+            if len(self.active) >= self.limits.max_batch or room <= 0:
+                return
+            start, shared, continues = self._best_start(request)
+            leader = None if continues else fresh.get(tuple(request.ids))
+            if not continues and leader is None and self._worth_waiting(request, shared, fresh):
+                continue
+            slot = self._place(request, start if leader is None else None, shared if leader is None else 0)
+            if slot is None:
+                return
+            self.waiting.remove(request)
+            self.active.append(request)
+            request.slot, request.forked_from = slot, leader
+            reused = slot.cached if leader is None else len(request.ids)
+            self.stats.tokens_reused += reused
+            self.stats.cache_hits += reused > 0
+            if leader is None:
+                room -= request.missing
+                if not continues and room >= 0:
+                    fresh[tuple(request.ids)] = request
+
+    def _best_start(self, request: Request) -> tuple[Slot | None, int, bool]:
+        """(row to start from, tokens of it that are right, whether it is the session's own row and all of it is)."""
+        own = self.slots.of_session(request.session)
+        most = len(request.ids) - 1  # the last token is always forwarded: its logits are wanted
+        kept = common_prefix(own.ids, request.ids, min(own.cached, most)) if own is not None else 0
+        if own is not None and kept == own.cached:
+            return own, kept, True
+        found = self.slots.best_prefix(request.ids, most)
+        if found is not None and found[1] >= kept + SHARE_AT_LEAST:
+            return *found, False
+        return own, kept, False
+
+    def _worth_waiting(self, request: Request, shared: int, fresh: dict[tuple[int, ...], Request]) -> bool:
+        ids = request.ids
+        return any(common_prefix(other.ids, ids, len(ids) - 1) >= shared + SHARE_AT_LEAST for other in fresh.values())
+
+    def _place(self, request: Request, start: Slot | None, shared: int) -> Slot | None:
+        """A row with the first `shared` tokens cached; None when there is no row or no memory just now."""
+        if not self._reserve(len(request.ids) + 1, busy=len(self.active) + 1):
+            return None
+        limit = self._row_limit(self.cache.capacity)
+        if start is not None and start.cached >= shared and self.slots.owns(start):
+            if not start.busy and start.session in (None, request.session):
+                self.slots.occupy(start, request.session, request.ids, shared)
+                return start
+            self.slots.touch(start)
+        else:
+            start, shared = None, 0  # it lost its row when memory was made
+        acquired = self.slots.acquire(limit)
+        if acquired is None:
+            return None
+        slot, evicted = acquired
+        self.stats.evictions += evicted
+        if slot is start:
+            self.slots.occupy(slot, request.session, request.ids, shared)
+            return slot
+        self.slots.occupy(slot, request.session, request.ids, shared)
+        self._reserve_rows()
+        if start is not None:
+            self.cache.copy_rows([slot.row], [start.row], shared)
+        return slot
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _row_limit(self, capacity: int) -> int:
+        by_memory = self.limits.kv_bytes // (self.cache.bytes_per_token * max(capacity, CAPACITY_UNIT))
+        return min(by_memory, 4 * self.limits.max_batch)
+
+    def _reserve(self, tokens: int, *, busy: int) -> bool:
+        """Rows of at least `tokens`, `busy` of them; idle rows give way. False when busy rows alone don't fit."""
+        if tokens <= self.cache.capacity:
+            return self._row_limit(self.cache.capacity) >= busy
+        generous = _rounded(max(tokens, self.cache.capacity * 3 // 2))
+        capacity = generous if self._row_limit(generous) >= max(busy, len(self.slots)) else _rounded(tokens)
+        limit = self._row_limit(capacity)
+        if limit < busy:
+            return False
+        if len(self.slots) > limit:
+            moves, evicted = self.slots.shrink(limit)
+            self.stats.evictions += evicted
+            self._apply(moves)
+        self.cache.reserve(min(self.cache.rows, limit), capacity)
+        return True
+
+    def _reserve_rows(self) -> None:
+        if len(self.slots) > self.cache.rows:
+            limit = self._row_limit(self.cache.capacity)
+            self.cache.reserve(min(limit, max(len(self.slots), self.cache.rows * 3 // 2, 8)), self.cache.capacity)
+
+    def _make_room_to_grow(self) -> None:
+        """Running requests need one more token of capacity; when memory is out, the newest is put back."""
+        while not self._reserve(max(len(r.ids) for r in self.active), busy=len(self.active)):
+            victim = self.active.pop()
+            for request in [r for r in self.active if r.forked_from is victim]:
+                self.active.remove(request)
+                self._put_back(request)
+            self._put_back(victim)
+        self._reserve_rows()
+
+    def _apply(self, moves: Sequence[Move]) -> None:
+        if moves:
+            self.cache.copy_rows([m.target for m in moves], [m.source for m in moves], max(m.tokens for m in moves))
+
+    # -- one forward --------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> _Step:
+        own = [r for r in self.active if r.forked_from is None]
+        decode = sorted((r for r in own if r.missing == 1), key=lambda r: r.slot.row)  # type: ignore[union-attr]
+        room = self.limits.tokens_per_step - len(decode)
+        prefill: list[tuple[Request, int]] = []
+        for request in own:
+            if request.missing > 1 and room > 0:
+                prefill.append((request, min(request.missing, room)))
+                room -= prefill[-1][1]
+        return _Step(decode, prefill)
+
+    def _forward(self, step: _Step) -> Tensor:
+        """[T, K] hidden states."""
+        ids = [r.ids[-1] for r in step.decode]
+        rows = [r.slot.row for r in step.decode]  # type: ignore[union-attr]
+        positions = [r.slot.cached for r in step.decode]  # type: ignore[union-attr]
+        chunks: list[Chunk] = []
+        for request, count in step.prefill:
+            assert request.slot is not None
+            start = request.slot.cached
+            chunks.append(Chunk(request.slot.row, start, count, len(ids)))
+            ids += request.ids[start : start + count]
+            rows += [request.slot.row] * count
+            positions += range(start, start + count)
+        packed = torch.tensor([ids, rows, positions]).to(self.cache.device, non_blocking=True)
+        decoded = len(step.decode)
+        ends = [position + 1 for position in positions[:decoded]]
+        attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks)
+        hidden = self.policy.hidden_states(packed[0], packed[2], attention)[0]
+        self.stats.steps += 1
+        self.stats.rows += decoded + len(chunks)
+        self.stats.tokens_forwarded += len(ids)
+        self.stats.tokens_prefilled += len(ids) - sum(r.generated > 0 for r in step.decode)
+        return hidden
+
+    def _advanced(self, step: _Step) -> list[tuple[Request, int]]:
+        return [*((request, 1) for request in step.decode), *step.prefill]
+
+    def _sampling(self, step: _Step) -> tuple[list[Request], Tensor]:
+        """The requests that get a token now, and where in the forward their last token stands."""
+        offsets = {id(request): i for i, request in enumerate(step.decode)}
+        offset = len(step.decode)
+        for request, count in step.prefill:
+            offset += count
+            if count == request.missing:
+                offsets[id(request)] = offset - 1
+        requests = [r for r in step.requests if id(r) in offsets]
+        forks = [r for r in self.active if r.forked_from is not None]
+        index = [offsets[id(r)] for r in requests] + [offsets[id(r.forked_from)] for r in forks]
+        return requests + forks, torch.tensor(index, device=self.cache.device)
+
+    def _fork(self) -> None:
+        """Copies the keys of prompts prefilled for a whole group to the others of the group."""
+        forks = [r for r in self.active if r.forked_from is not None]
+        if not forks:
+            return
+        targets = [r.slot.row for r in forks]  # type: ignore[union-attr]
+        sources = [r.forked_from.slot.row for r in forks]  # type: ignore[union-attr]
+        self.cache.copy_rows(targets, sources, max(len(r.ids) for r in forks))
+        for request in forks:
+            assert request.slot is not None
+            request.slot.cached = len(request.ids)
+            request.forked_from = None
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def _sample(self, requests: list[Request], hidden: Tensor) -> list[Request]:
+        """Draws one token for each and returns those that are done. One transfer from the device."""
+        logits = self.policy.next_token_logits(hidden)
+        device = self.cache.device
+        counters = torch.tensor([[r.stream for r in requests], [r.generated for r in requests]], device=device)
+        ids, logprobs = draw(logits, uniforms(counters[0], counters[1]), _settings(requests, logits.shape[-1], device))
+        drawn, values = torch.stack([ids.double(), logprobs.double()]).tolist()
+        if any(map(math.isnan, values)):
+            raise SamplerError(
+                f"the policy (version {self._version}) gives logits that are not finite; its weights are broken"
+            )
+        finished: list[Request] = []
+        for request, token, logprob in zip(requests, drawn, values, strict=True):
+            request.ids.append(int(token))
+            request.logprobs.append(logprob)
+            request.versions.append(self._version)
+            if self._ends(request):
+                finished.append(request)
+        self.stats.tokens_generated += len(requests)
+        return finished
+
+    def _ends(self, request: Request) -> bool:
+        """Sets the result of a request whose last token ends the turn."""
+        new = request.ids[-1]
+        stopped = None
+        if new in request.rule.ids or new in request.rule.candidates:
+            stopped = request.rule.after(request.ids[request.prompt_length :])
+        if stopped is None and len(request.ids) >= request.limit:
+            stopped = (StopReason.LENGTH, None)
+        if stopped is None:
+            return False
+        request.result = Sampled(
+            ids=request.ids[request.prompt_length :],
+            logprobs=request.logprobs,
+            versions=request.versions,
+            stop_reason=stopped[0],
+            stop=stopped[1],
+        )
+        return True
+
+    def _retire(self, request: Request) -> None:
+        self.active.remove(request)
+        assert request.slot is not None
+        self.slots.leave(request.slot)
+        request.slot = None
+        self.stats.requests += request.result is not None
+
+
+def _settings(requests: Sequence[Request], vocabulary: int, device: torch.device) -> DrawSettings:
+    """Tensors only where some row needs them."""
+    params = [r.params for r in requests]
+    temperatures = [p.temperature or 1.0 for p in params]
+    column = (len(params), 1)
+    return DrawSettings(
+        temperature=torch.tensor(temperatures, device=device).view(column) if set(temperatures) != {1.0} else None,
+        greedy=torch.tensor([p.temperature == 0 for p in params], device=device)
+        if any(p.temperature == 0 for p in params)
+        else None,
+        top_k=torch.tensor([p.top_k or vocabulary for p in params], device=device).view(column)
+        if any(p.top_k for p in params)
+        else None,
+        top_p=torch.tensor([p.top_p for p in params], device=device).view(column)
+        if any(p.top_p < 1 for p in params)
+        else None,
+    )
+
+
+@torch.inference_mode()
+def _layer_shapes(policy: Policy) -> dict[int, LayerShape]:
+    """What every layer caches, learnt from a forward of one token."""
+    probe = ShapeProbe()
+    zero = torch.zeros(1, dtype=torch.long, device=policy.device)
+    policy.hidden_states(zero, zero, probe)
+    return probe.shapes
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // CAPACITY_UNIT) * CAPACITY_UNIT
+
+
+def new_request(
+    ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None, rule: StopRule, max_context: int
+) -> Request:
+    """Raises ValueError for a prompt that is empty or leaves no room for a token."""
+    if not ids:
+        raise ValueError("cannot continue an empty list of ids: give at least a start token")
+    if len(ids) >= max_context:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and the model's context is {max_context}: no token fits; "
+            "end the episode (context_full) before asking"
+        )
+    return Request(
+        ids=list(ids),
+        prompt_length=len(ids),
+        params=params,
+        stream=stream_of(seed),
+        rule=rule,
+        limit=min(len(ids) + params.max_new_tokens, max_context),
+        session=session,
+    )

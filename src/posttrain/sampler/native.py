@@ -1,0 +1,200 @@
+"""The in-process sampler: the policy's own module, continuous batching, caches that live as long as an episode.
+
+There is no second copy of the weights and nothing to synchronise; log-probs equal the trainer's. All work happens on
+the caller's event loop: one task runs engine steps while any request is open, and between steps everything else that
+can run (tools, HTTP, other episodes) runs.
+
+The engine task
+  consumes      requests put in by concurrent `sample` calls, in the order of the calls
+  waits for     every episode that can go on without the clock or the network to have asked for its next turn
+  unblocked by  the first `sample` call; it ends when no request is open
+  produces      one `Sampled` per request, or the error that stopped the engine
+With environments that never leave the event loop, the composition of every forward is a function of the seeds alone,
+so a resumed run repeats it bit by bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from posttrain.sampler.engine import Engine, EngineLimits, Request, SamplerError, SamplerStats, new_request
+from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.stopping import Stops
+from posttrain.trainer.policy import Policy
+
+SETTLE_TURNS = 64  # at most so many turns of the event loop between two forwards
+QUIET_TURNS = 16  # on a loop that does not show its queue: so many turns without a new request
+CPU_KV_GIB = 2.0
+CUDA_KV_SHARE = 0.25  # of the memory that is free when the sampler is made
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Who waits for a request."""
+
+    request: Request
+    future: asyncio.Future[Sampled]
+
+
+class NativeSampler:
+    """A `Sampler` on `policy.module`.
+
+    tokenizer: a Hugging Face tokenizer, needed for stop strings only.
+    max_batch: sequences per forward. tokens_per_step: new tokens per forward. kv_gib: memory for keys and values.
+    truncation: top_p < 1 and top_k > 0 give log-probs of the truncated distribution, which the trainer does not
+    compute; "refuse" (the default) raises, "allow" samples them exactly and counts the tokens in `stats()`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Any | None = None,
+        *,
+        max_batch: int = 256,
+        tokens_per_step: int = 4096,
+        kv_gib: float | None = None,
+        truncation: Literal["refuse", "allow"] = "refuse",
+    ) -> None:
+        if max_batch < 1 or tokens_per_step < max_batch:
+            raise ValueError(f"need 1 <= max_batch ({max_batch}) <= tokens_per_step ({tokens_per_step})")
+        self.policy = policy
+        self._stops = Stops(tokenizer)
+        self._truncation = truncation
+        limits = EngineLimits(
+            max_batch=max_batch,
+            tokens_per_step=tokens_per_step,
+            kv_bytes=_kv_bytes(kv_gib, policy.device),
+            max_context=getattr(policy.config, "max_position_embeddings", None) or 1 << 62,
+        )
+        self.engine = Engine(policy, limits)
+        self._callers: dict[int, _Caller] = {}  # by id of the request
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._submitted = 0
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    async def sample(
+        self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
+    ) -> Sampled:
+        """Continues `ids` by one turn. Cancelling the caller frees its row at once.
+
+        Raises ValueError for a request that cannot be served and SamplerError when the engine fails.
+        """
+        self._check(params)
+        rule = self._stops.rule(params)
+        context = self.engine.limits.max_context
+        request = new_request(ids, params, seed=seed, session=session, rule=rule, max_context=context)
+        self._bind(asyncio.get_running_loop())
+        self.engine.submit(request)
+        caller = self._callers[id(request)] = _Caller(request, asyncio.get_running_loop().create_future())
+        self._submitted += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        try:
+            return await caller.future
+        finally:
+            if self._callers.pop(id(request), None) is not None:  # cancelled
+                self.engine.cancel(request)
+
+    def release(self, session: str) -> None:
+        self.engine.release(session)
+
+    def stats(self) -> SamplerStats:
+        """A copy of the counters."""
+        return replace(self.engine.stats)
+
+    def reset(self) -> None:
+        """Drops every cache. Needed only when weights were changed without counting `policy.version` up."""
+        if self._callers:
+            raise RuntimeError(f"{len(self._callers)} requests are open; reset the sampler between rollouts")
+        self.engine.reset()
+
+    def _check(self, params: SamplingParams) -> None:
+        if self._truncation == "refuse" and (params.top_p < 1 or params.top_k):
+            raise ValueError(
+                f"top_p={params.top_p}, top_k={params.top_k}: the trainer's log-probs are those of the whole "
+                "distribution, so truncated samples would bias training; use top_p=1 and top_k=0, or "
+                'NativeSampler(..., truncation="allow") for evaluation'
+            )
+
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Every use is from one loop at a time; what a dead loop left behind is dropped."""
+        if self._loop is loop:
+            return
+        if self._loop is not None and self._loop.is_running():
+            raise RuntimeError("this sampler is in use on another event loop; give each running loop its own sampler")
+        if self._callers or self._task is not None:
+            self._callers.clear()
+            self._task = None
+            self.engine.reset()
+        self._loop = loop
+
+    async def _run(self) -> None:
+        try:
+            while self.engine.has_work:
+                await self._settle()
+                for request in self.engine.step():
+                    self._answer(request)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            if self._task is asyncio.current_task():
+                self._task = None
+
+    async def _settle(self) -> None:
+        """Lets everything run that can run without waiting for the clock or the network.
+
+        asyncio's own loops show their queue of ready callbacks; when it is empty after our turn, nobody else can move.
+        """
+        ready = getattr(self._loop, "_ready", None)
+        quiet, seen = 0, self._submitted
+        for _ in range(SETTLE_TURNS):
+            await asyncio.sleep(0)
+            if ready is not None:
+                if not ready:
+                    return
+                continue
+            quiet, seen = (quiet + 1, seen) if seen == self._submitted else (0, self._submitted)
+            if quiet >= QUIET_TURNS:
+                return
+
+    def _answer(self, request: Request) -> None:
+        caller = self._callers.pop(id(request), None)
+        assert request.result is not None
+        if caller is not None and not caller.future.done():
+            caller.future.set_result(request.result)
+
+    def _fail(self, error: BaseException) -> None:
+        """Nobody is left waiting, and nothing half-done is left in the engine."""
+        callers = list(self._callers.values())
+        self._callers.clear()
+        self.engine.reset()
+        for caller in callers:
+            if caller.future.done():
+                continue
+            if isinstance(error, asyncio.CancelledError):
+                caller.future.cancel()
+                continue
+            failure = SamplerError(f"sampling failed: {error}")
+            failure.__cause__ = error
+            caller.future.set_exception(failure)
+
+
+def _kv_bytes(gib: float | None, device: torch.device) -> int:
+    if gib is not None:
+        if gib <= 0:
+            raise ValueError(f"kv_gib must be > 0, got {gib}")
+        return int(gib * 2**30)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_SHARE)
+    return int(CPU_KV_GIB * 2**30)
