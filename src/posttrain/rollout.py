@@ -22,14 +22,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from posttrain.envs.budget import REPLACEMENT, TextCodec, encode_observation
+from posttrain.envs.budget import TextCodec, cut_observation
 from posttrain.envs.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.protocol import Action, Env, Observation, Step
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
-from posttrain.task import EpisodeInvalid, Invalid, Score, Task, as_outcome
+from posttrain.task import EpisodeInvalid, Invalid, Message, Score, Task, as_outcome
 from posttrain.trajectory import Episode, Segment, Source, StopReason, Trajectory, TrajectoryError, Turn
 
 T = TypeVar("T")
+THINK_TAIL = 12  # tokens before a turn that are read to see whether the prompt opened a thought
 CLOSE_SECONDS = 10.0  # what an env gets to free its things
 
 
@@ -231,8 +232,7 @@ class _EpisodeRun:
         trajectory.turns.append(turn)
         while True:
             await self._sample_into(turn, env)
-            text = self._policy_text(turn)
-            step = await self._call(env.step(Action(text=text, stop_reason=_sampler_reason(turn))), Step)
+            step = await self._call(env.step(self._action(turn)), Step)
             turn.calls += step.calls
             self._credit(step, turn)
             if step.info:
@@ -284,17 +284,27 @@ class _EpisodeRun:
         except Exception as error:
             raise EpisodeInvalid("sampler_error", f"{type(error).__name__}: {error}") from error
 
-    def _policy_text(self, turn: Turn) -> str:
-        return _text_of(self._now.token_ids[turn.start : turn.end], turn.stop_reason, self.codec)
+    def _action(self, turn: Turn) -> Action:
+        assert turn.stop_reason is not None, "a turn handed to the env has been sampled"
+        ids, start = self._now.token_ids, turn.start
+        opened = self._now.source[start - 1] in (Source.PROMPT, Source.TEMPLATE) and self.codec.decode(
+            ids[max(0, start - THINK_TAIL) : start]
+        ).rstrip().endswith("<think>")
+        text = _text_of(ids[start : turn.end], turn.stop_reason, self.codec)
+        return Action(text=text, stop_reason=turn.stop_reason, in_thought=opened)
 
     def _credit(self, step: Step, turn: Turn) -> None:
         """Puts the env's reward at the last policy token of the action."""
         if step.reward is None:
             return
-        outcome = as_outcome(step.reward)
+        try:
+            outcome = as_outcome(step.reward)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise EpisodeInvalid("env_error", f"Step.reward: {error}") from error
         if isinstance(outcome, Invalid):
-            raise EpisodeInvalid(outcome.reason, f"env.step: {outcome.detail}")
-        assert isinstance(outcome, Score)
+            raise EpisodeInvalid(outcome.reason, f"Step.reward: {outcome.detail}")
+        if not isinstance(outcome, Score):
+            return
         rewards = self._rewards[-1]
         rewards[turn.end - 1] = rewards.get(turn.end - 1, 0.0) + outcome.value
 
@@ -306,34 +316,43 @@ class _EpisodeRun:
                 return False
             self._open(ids)
             observation = replace(observation, messages=(), history=())
-            if observation == Observation():
-                return True
-        trajectory = self._now
-        pieces, tokens_cut, bytes_cut = encode_observation(
-            observation, self.codec, max_tokens=self.limits.max_observation_tokens, cut_marker=self.limits.cut_marker
+        if observation == Observation():
+            return len(self._now) < self.limits.max_episode_tokens
+        limits = self.limits
+        cut = cut_observation(
+            observation, self.codec, max_tokens=limits.max_observation_tokens, cut_marker=limits.cut_marker
         )
-        if observation.messages:
-            pieces = [*self._closing(), *pieces]
+        pieces = self._rendered(cut.messages) if cut.messages else []
+        if cut.ids:
+            pieces.append((cut.ids, Source.ENV))
         count = sum(len(ids) for ids, _ in pieces)
-        turn = Turn(
-            who=Source.ENV, start=len(trajectory), end=len(trajectory), tokens_cut=tokens_cut, bytes_cut=bytes_cut
-        )
-        trajectory.turns.append(turn)
-        if len(trajectory) + count >= self.limits.max_episode_tokens:
+        start = len(self._now)
+        turn = Turn(who=Source.ENV, start=start, end=start, tokens_cut=cut.tokens_cut, bytes_cut=cut.bytes_cut)
+        self._now.turns.append(turn)
+        if start + count >= limits.max_episode_tokens:
             turn.tokens_cut += count
             return False
         for ids, source in pieces:
-            trajectory.add_context(ids, source)
-        turn.end = len(trajectory)
+            self._now.add_context(ids, source)
+        turn.end = len(self._now)
         return True
 
-    def _closing(self) -> list[tuple[list[int], Source]]:
-        """The end-of-turn tokens that the template needs when the policy did not write them itself."""
-        last = self._now.token_ids[-1] if self._now.token_ids else None
-        closing: Sequence[int] = getattr(self.codec, "turn_end_ids", ())
-        if not closing or last in self.codec.stop_ids or self._now.source[-1] is not Source.POLICY:
+    def _rendered(self, messages: Sequence[Message]) -> list[tuple[list[int], Source]]:
+        """The chat template's continuation: the end of the policy's turn if it wrote none itself, then the messages.
+
+        Where the template would forget earlier thinking (and the renderer follows it), a trajectory is opened whose
+        prompt is the shortened history with the messages; nothing is left to append then.
+        """
+        trajectory = self._now
+        last = trajectory.token_ids[-1] if trajectory.token_ids else None
+        closing = self.codec.closing(last) if trajectory.source[-1] is Source.POLICY else []
+        history = [*trajectory.token_ids, *closing]
+        forked = self.codec.fork(history, [*trajectory.source, *[Source.INJECTED] * len(closing)], messages)
+        if forked is not None and len(forked) < self.limits.max_episode_tokens:
+            self._open(forked)
             return []
-        return [(list(closing), Source.INJECTED)]
+        pieces = self.codec.delta(messages, after=last)
+        return [(closing, Source.INJECTED), *pieces] if closing else list(pieces)
 
     def _end(self, reason: StopReason) -> None:
         """An end without a request, or before its answer: a policy turn of no tokens that says why."""
@@ -383,11 +402,6 @@ class _EpisodeRun:
             self._now.info["close_error"] = f"{type(error).__name__}: {error}"
 
 
-def _sampler_reason(turn: Turn) -> StopReason:
-    assert turn.stop_reason is not None, "a turn handed to the env has been sampled"
-    return turn.stop_reason
-
-
 def episode_of(trajectories: Trajectory | Sequence[Trajectory], codec: TextCodec) -> Episode:
     """What rewards and people see of an episode: text by source, a policy turn per segment.
 
@@ -432,6 +446,4 @@ def _context_segments(trajectory: Trajectory, start: int, end: int, codec: TextC
 
 def _text_of(ids: Sequence[int], stop_reason: StopReason | None, codec: TextCodec) -> str:
     """What the policy wrote in a turn: without the id that stopped it, without a half character at the end."""
-    if stop_reason is StopReason.STOP_ID:
-        ids = ids[:-1]
-    return codec.decode(ids).rstrip(REPLACEMENT)
+    return codec.complete_text(ids[:-1] if stop_reason is StopReason.STOP_ID else ids)

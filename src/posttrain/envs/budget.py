@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from posttrain.envs.coerce import coerce_text
@@ -15,18 +16,26 @@ CHARS_PER_TOKEN = 64  # text beyond this many characters per token of budget is 
 
 
 class TextCodec(Protocol):
-    """What a rollout asks of posttrain.chat.Renderer."""
+    """What envs and rollouts ask of posttrain.chat.Renderer."""
 
     @property
     def stop_ids(self) -> frozenset[int]: ...
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]: ...
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]: ...
 
-    def delta(self, messages: Sequence[Message]) -> list[tuple[list[int], Source]]: ...
+    def delta(self, messages: Sequence[Message], *, after: int | None = None) -> list[tuple[list[int], Source]]: ...
+
+    def closing(self, last_id: int | None) -> list[int]: ...
+
+    def fork(
+        self, token_ids: Sequence[int], source: Sequence[Source], messages: Sequence[Message]
+    ) -> list[int] | None: ...
 
     def text(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def complete_text(self, ids: Sequence[int]) -> str: ...
 
 
 class TokenBudget:
@@ -89,10 +98,18 @@ class TokenBudget:
         return kept, marker
 
 
-def encode_observation(
-    observation: Observation, codec: TextCodec, *, max_tokens: int, cut_marker: str
-) -> tuple[list[tuple[list[int], Source]], int, int]:
-    """The pieces of an observation with their sources, and how many tokens and bytes of foreign text were cut.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutObservation:
+    """An observation within its budget: `ids` of its text, its `messages` ready to be rendered, what was cut."""
+
+    ids: list[int]
+    messages: list[Message]
+    tokens_cut: int
+    bytes_cut: int
+
+
+def cut_observation(observation: Observation, codec: TextCodec, *, max_tokens: int, cut_marker: str) -> CutObservation:
+    """Encodes the text of an observation and cuts what is foreign in it.
 
     `max_tokens` bounds markup and foreign text together; the markup stays whole even when it alone exceeds it. What the
     chat template adds around messages is not counted.
@@ -103,10 +120,8 @@ def encode_observation(
     budget = TokenBudget(codec, max_tokens - len(head_ids) - len(tail_ids), cut_marker)
     body = budget.ids(coerce_text(observation.text))
     messages = [_within_budget(message, budget) for message in observation.messages]
-    pieces = list(codec.delta(messages)) if messages else []
-    if head_ids or body or tail_ids:
-        pieces.append(([*head_ids, *body, *tail_ids], Source.ENV))
-    return pieces, budget.tokens_cut, budget.bytes_cut
+    ids = [*head_ids, *body, *tail_ids]
+    return CutObservation(ids=ids, messages=messages, tokens_cut=budget.tokens_cut, bytes_cut=budget.bytes_cut)
 
 
 def _within_budget(message: Message, budget: TokenBudget) -> Message:

@@ -32,10 +32,14 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One turn of the policy: the text it wrote, without control tokens, and why it stopped."""
+    """One turn of the policy: the text it wrote, without control tokens, and why it stopped.
+
+    in_thought: the text begins inside a thought, because the prompt ended with `<think>` (as some templates do).
+    """
 
     text: str
     stop_reason: StopReason
+    in_thought: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,7 +149,7 @@ class SearchEnv:
         return Observation()
 
     async def step(self, action: Action) -> Step:
-        call = parse_call(action.text, action.stop_reason)
+        call = parse_call("<think>" * action.in_thought + action.text, action.stop_reason)
         if call.in_thought and not call.name and action.stop_reason is StopReason.STOP_STRING:
             return Step()  # the stop string stood in a thought: the policy goes on writing
         self._turns_taken += 1
