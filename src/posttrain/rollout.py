@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from posttrain.envs.budget import TextCodec, cut_observation
+from posttrain.envs.budget import ObservationCutter, TextCodec
 from posttrain.envs.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.protocol import Action, Env, Observation, Step
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
@@ -82,9 +82,9 @@ async def rollout_group(
     rewritten contributes several trajectories with one episode_id.
     Raises TrajectoryError when the sampler breaks its contract, and whatever the renderer raises.
     """
-    prompts: dict[str, list[int]] = {}
+    shared = _Shared(spec)
     runs = [
-        _EpisodeRun(task, spec, group_id=group_id, sample=i, seed=(run_seed, step), prompts=prompts)
+        _EpisodeRun(task, spec, group_id=group_id, sample=i, seed=(run_seed, step), shared=shared)
         for i in range(group_size)
     ]
     jobs = [asyncio.create_task(run.play()) for run in runs]
@@ -104,7 +104,7 @@ async def rollout_episode(
     task: Task, spec: RolloutSpec, *, group_id: str, sample: int, run_seed: int, step: int
 ) -> list[Trajectory]:
     """Rolls out one episode; see `rollout_group`. More than one trajectory only if the env rewrote its history."""
-    run = _EpisodeRun(task, spec, group_id=group_id, sample=sample, seed=(run_seed, step), prompts={})
+    run = _EpisodeRun(task, spec, group_id=group_id, sample=sample, seed=(run_seed, step), shared=_Shared(spec))
     await run.play()
     return run.finished()
 
@@ -124,6 +124,23 @@ async def _until_closed(jobs: list[asyncio.Task[None]], limits: Limits) -> None:
             job.result()  # what is raised here is no episode's failure but a broken contract
 
 
+class _Shared:
+    """What the episodes of a group need not encode each for itself."""
+
+    def __init__(self, spec: RolloutSpec) -> None:
+        limits, self._codec = spec.limits, spec.renderer
+        self._prompts: dict[str, list[int]] = {}
+        self.cutter = ObservationCutter(
+            spec.renderer, max_tokens=limits.max_observation_tokens, cut_marker=limits.cut_marker
+        )
+
+    def prompt(self, messages: list[Message], tools: Any) -> list[int]:
+        key = repr((messages, tools))
+        if key not in self._prompts:
+            self._prompts[key] = self._codec.prompt(messages, tools)
+        return self._prompts[key]
+
+
 class _EpisodeRun:
     """One episode while it is played."""
 
@@ -135,14 +152,14 @@ class _EpisodeRun:
         group_id: str,
         sample: int,
         seed: tuple[int, int],
-        prompts: dict[str, Any],
+        shared: _Shared,
     ) -> None:
         self.task, self.spec, self.limits, self.codec = task, spec, spec.limits, spec.renderer
         self.group_id, self.sample, self.seed = group_id, sample, seed
         self.session = f"{group_id}/{sample}"
         self.trajectories: list[Trajectory] = []
         self.invalid: Invalid | None = None
-        self._prompts = prompts  # rendered once per group
+        self._shared = shared
         self._rewards: list[dict[int, float]] = []  # per trajectory: position -> reward
         self._requests = 0
         self._turn_ends: float | None = None
@@ -213,10 +230,7 @@ class _EpisodeRun:
         """Writes the prompt: the task's messages (or the env's own history), then what the env shows first."""
         messages = [*(observation.history or self.task.prompt), *observation.messages]
         tools = getattr(env, "tools", None) or None
-        key = repr((messages, tools))
-        ids = self._prompts.get(key)
-        if ids is None:
-            ids = self._prompts[key] = self.codec.prompt(messages, tools)
+        ids = self._shared.prompt(messages, tools)
         self._now.add_context(ids, Source.PROMPT)
         if len(ids) > self.limits.max_prompt_tokens:
             limit = f"max_prompt_tokens={self.limits.max_prompt_tokens}"
@@ -318,10 +332,7 @@ class _EpisodeRun:
             observation = replace(observation, messages=(), history=())
         if observation == Observation():
             return len(self._now) < self.limits.max_episode_tokens
-        limits = self.limits
-        cut = cut_observation(
-            observation, self.codec, max_tokens=limits.max_observation_tokens, cut_marker=limits.cut_marker
-        )
+        cut = self._shared.cutter.cut(observation)
         pieces = self._rendered(cut.messages) if cut.messages else []
         if cut.ids:
             pieces.append((cut.ids, Source.ENV))
@@ -329,7 +340,7 @@ class _EpisodeRun:
         start = len(self._now)
         turn = Turn(who=Source.ENV, start=start, end=start, tokens_cut=cut.tokens_cut, bytes_cut=cut.bytes_cut)
         self._now.turns.append(turn)
-        if start + count >= limits.max_episode_tokens:
+        if start + count >= self.limits.max_episode_tokens:
             turn.tokens_cut += count
             return False
         for ids, source in pieces:

@@ -108,20 +108,33 @@ class CutObservation:
     bytes_cut: int
 
 
-def cut_observation(observation: Observation, codec: TextCodec, *, max_tokens: int, cut_marker: str) -> CutObservation:
-    """Encodes the text of an observation and cuts what is foreign in it.
+class ObservationCutter:
+    """Encodes observations for the episodes of one group; the markup that they share is encoded once.
 
     `max_tokens` bounds markup and foreign text together; the markup stays whole even when it alone exceeds it. What the
     chat template adds around messages is not counted.
     """
-    head, tail = coerce_text(observation.head), coerce_text(observation.tail)
-    head_ids = codec.text(head) if head else []
-    tail_ids = codec.text(tail) if tail else []
-    budget = TokenBudget(codec, max_tokens - len(head_ids) - len(tail_ids), cut_marker)
-    body = budget.ids(coerce_text(observation.text))
-    messages = [_within_budget(message, budget) for message in observation.messages]
-    ids = [*head_ids, *body, *tail_ids]
-    return CutObservation(ids=ids, messages=messages, tokens_cut=budget.tokens_cut, bytes_cut=budget.bytes_cut)
+
+    def __init__(self, codec: TextCodec, *, max_tokens: int, cut_marker: str) -> None:
+        self.codec = codec
+        self.max_tokens = max_tokens
+        self.cut_marker = cut_marker
+        self._markup: dict[str, list[int]] = {"": []}
+
+    def cut(self, observation: Observation) -> CutObservation:
+        head, tail = self._markup_ids(observation.head), self._markup_ids(observation.tail)
+        budget = TokenBudget(self.codec, self.max_tokens - len(head) - len(tail), self.cut_marker)
+        body = budget.ids(coerce_text(observation.text))
+        messages = [_within_budget(message, budget) for message in observation.messages]
+        return CutObservation(
+            ids=[*head, *body, *tail], messages=messages, tokens_cut=budget.tokens_cut, bytes_cut=budget.bytes_cut
+        )
+
+    def _markup_ids(self, markup: str) -> list[int]:
+        text = coerce_text(markup)
+        if text not in self._markup:
+            self._markup[text] = self.codec.text(text)
+        return self._markup[text]
 
 
 def _within_budget(message: Message, budget: TokenBudget) -> Message:
