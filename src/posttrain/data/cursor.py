@@ -7,24 +7,24 @@ removing rows leaves the order of the others as it was.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from posttrain.data.load import content_digest
+from posttrain.data.ids import content_digest, digest_of
 from posttrain.data.problems import DataError
 from posttrain.data.taskset import TaskSet
 from posttrain.task import Task
 
 STATE_FORMAT = 1
+LANE_KEYS = ("name", "share", "drawn", "epoch", "consumed", "tasks", "digest")
 
 
 class TaskStream:
     """Tasks without end: epoch after epoch, each task once per epoch.
 
     Without weights all sources form one pool. With weights each source is a lane of its own that cycles through its own
-    permutations, and the lane furthest behind its share is drawn from: after n draws every lane's count lies
-    within (number of lanes) of n x share, and for two lanes within one.
+    permutations, and each draw is from the lane furthest behind its share: no lane is ever ahead of n x share by a
+    whole draw, so that the mixture holds in every batch and not only on average.
     """
 
     def __init__(self, tasks: TaskSet, *, seed: int, shuffle: bool = True) -> None:
@@ -91,7 +91,6 @@ class TaskStream:
         return differences
 
     def _next_lane(self) -> _Lane:
-        # Counts, not random picks: the mixture then holds in every batch and not only on average.
         draws = self.drawn + 1
         return max(self._lanes, key=lambda lane: lane.share * draws - lane.drawn)
 
@@ -181,21 +180,24 @@ def _label(name: str) -> str:
     return f"source '{name}'" if name else "the pool of all sources"
 
 
-def _sort_key(seed: int, epoch: int, task_id: str) -> tuple[bytes, str]:
-    text = f"{seed}|{epoch}|{task_id}"
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), task_id
+def _sort_key(seed: int, epoch: int, task_id: str) -> tuple[str, str]:
+    return digest_of(f"{seed}|{epoch}|{task_id}", 8), task_id
 
 
 def _digest_of(tasks: Sequence[Task]) -> str:
     """A digest of ids, prompts and answers that does not depend on the order of rows."""
     lines = sorted(f"{task.id} {content_digest(task)}" for task in tasks)
-    return hashlib.blake2b("\n".join(lines).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return digest_of("\n".join(lines), 16)
 
 
 def _checked_state(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     if state.get("format") != STATE_FORMAT:
         raise DataError(f"this is no task position of format {STATE_FORMAT}: format is {state.get('format')!r}")
-    lanes: list[dict[str, Any]] = state["lanes"]
+    lanes: list[dict[str, Any]] = state.get("lanes", [])
+    missing = {"seed", "shuffle", "lanes"} - set(state)
+    missing |= {key for lane in lanes for key in LANE_KEYS if key not in lane}
+    if missing:
+        raise DataError(f"the saved task position lacks {sorted(missing)}")
     for lane in lanes:
         if len(set(lane["consumed"])) != len(lane["consumed"]):
             raise DataError(f"the saved position of {_label(lane['name'])} lists a task as consumed twice")

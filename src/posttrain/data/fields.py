@@ -50,7 +50,8 @@ def plain(value: Any) -> Any:
     templates and rewards; they are dropped at every depth. Nulls inside lists stay.
     """
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items() if item is not None}
+        items = ((str(key), plain(item)) for key, item in value.items())
+        return {key: item for key, item in items if not is_null(item)}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if hasattr(value, "tolist"):  # numpy arrays and scalars
@@ -78,7 +79,7 @@ def _template_value(row: Mapping[str, Any], column: str) -> str:
         raise FieldError(column, "missing column", f"the row has {columns_text(row)}", "correct the prompt_template")
     value = plain(value)
     if isinstance(value, str | int | float) and not is_null(value) and str(value).strip():
-        return str(value)
+        return encodable(str(value), column, "bad prompt")
     raise FieldError(column, "bad prompt", f"is {show(value)}", "the prompt_template needs text or a number here")
 
 
@@ -94,11 +95,10 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
 
     Text becomes one user message; lists (also arrays, also as JSON text) of {role, content} are taken as they are.
     """
-    if value is MISSING or is_null(value):
-        raise FieldError(
-            column, "bad prompt", "is missing" if value is MISSING else "is null", "give every row a prompt"
-        )
     value = plain(value)
+    if value is MISSING or is_null(value):
+        seen = "is missing" if value is MISSING else "is null"
+        raise FieldError(column, "bad prompt", seen, "give every row a prompt")
     if isinstance(value, str):
         decoded = _decoded(value)
         if not _looks_like_messages(decoded):
@@ -109,8 +109,9 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
     messages = tuple(_message(item, column, index) for index, item in enumerate(value))
     if messages and messages[-1]["role"] == "assistant" and column in COLUMNS_ENDING_IN_A_REPLY:
         messages = messages[:-1]
-    if not messages:
-        raise FieldError(column, "bad prompt", "has no messages", "give every row a prompt")
+    if not any(message["content"].strip() for message in messages):
+        seen = "has only empty messages" if messages else "has no messages"
+        raise FieldError(column, "bad prompt", seen, "give every row a prompt")
     if messages[-1]["role"] == "assistant":
         raise FieldError(
             column, "bad prompt", "ends with an assistant message", "end it where the policy is to write (user or tool)"
@@ -121,7 +122,23 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
 def _text_message(text: str, column: str) -> Message:
     if not text.strip():
         raise FieldError(column, "bad prompt", "is empty text", "give every row a prompt")
-    return {"role": "user", "content": text}
+    return {"role": "user", "content": encodable(text, column, "bad prompt")}
+
+
+def ends_in_reply(value: Any, column: str) -> bool:
+    """Whether `messages_of` leaves out a final assistant message."""
+    value = _decoded(plain(value)) if column in COLUMNS_ENDING_IN_A_REPLY else None
+    return _looks_like_messages(value) and value[-1]["role"] == "assistant"
+
+
+def encodable(text: str, column: str, kind: str) -> str:
+    """The text itself; a lone surrogate (half of an emoji cut in two) could be neither tokenised nor stored."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        seen = f"holds half a character at position {error.start} ({show(text)})"
+        raise FieldError(column, kind, seen, "repair the text: it has lone UTF-16 surrogates") from error
+    return text
 
 
 def _looks_like_messages(value: Any) -> bool:
@@ -132,10 +149,10 @@ def _message(message: Any, column: str, index: int) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         keys = f"keys {sorted(message)}" if isinstance(message, dict) else show(message)
         raise FieldError(column, "bad prompt", f"message {index} has {keys}", "a message has 'role' and 'content'")
-    if message["role"] not in ROLES:
+    if not isinstance(message["role"], str) or message["role"] not in ROLES:
         seen = f"message {index} has role {message['role']!r}"
         raise FieldError(column, "bad prompt", seen, f"roles are {', '.join(sorted(ROLES))}")
-    return {**message, "content": _content(message, column, index)}
+    return {**message, "content": encodable(_content(message, column, index), column, "bad prompt")}
 
 
 def _content(message: Message, column: str, index: int) -> str:
@@ -166,14 +183,16 @@ def answers_of(row: Mapping[str, Any], columns: tuple[str, ...], source: SourceC
     """
     answers: list[str] = []
     for column in columns:
-        value = lookup(row, column)
+        value = plain(lookup(row, column))
         if value is not MISSING and not is_null(value):
             answers += _column_answers(value, column, source)
     if answers or not source.ground_truth_required:
         return tuple(answers)
     first = columns[0] if columns else "ground_truth"
     values = [lookup(row, column) for column in columns]
-    seen = "is missing" if all(value is MISSING for value in values) else f"holds no answer ({_seen(values)})"
+    seen = f"holds no answer ({_seen(values)})"
+    if all(value is MISSING for value in values):
+        seen = f"is missing; the row has {columns_text(row)}"
     raise FieldError(first, "no ground truth", seen, NO_ANSWER_FIX)
 
 
@@ -183,13 +202,13 @@ def _seen(values: Iterable[Any]) -> str:
 
 def _column_answers(value: Any, column: str, source: SourceConfig) -> list[str]:
     if source.ground_truth_format == "opaque":
-        value = plain(value)
         return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)]
     if source.ground_truth_format == "json_answers":
-        value = _json_answer(value, column)
-    value = plain(value)
+        value = plain(_json_answer(value, column))
     if isinstance(value, dict) and "target" in value:
         value = value["target"]
+    if value == {}:
+        return []  # all its keys were null
     if isinstance(value, dict):
         fix = "name the key that holds the answer (columns.ground_truth: a.b), or set ground_truth_format: opaque"
         raise FieldError(column, "bad ground truth", f"is {show(value)}", fix)
@@ -222,7 +241,7 @@ def _answer(item: Any, column: str, source: SourceConfig) -> str:
     text = _after(str(item), column, source.answer_after)
     if not text.strip():
         raise FieldError(column, "bad ground truth", f"has an empty answer ({show(item)})", "remove it or fill it in")
-    return text
+    return encodable(text, column, "bad ground truth")
 
 
 def _after(text: str, column: str, marker: str | None) -> str:

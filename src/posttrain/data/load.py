@@ -5,33 +5,22 @@ Every row is checked before this returns, and nothing is dropped unless the conf
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.data.config import DataConfig, SourceConfig, source_names, template_columns
-from posttrain.data.fields import (
-    MISSING,
-    USUAL_COLUMNS,
-    answers_of,
-    columns_text,
-    fill_template,
-    is_null,
-    lookup,
-    messages_of,
-    plain,
-)
+from posttrain.data.config import DataConfig, SourceConfig, source_names
+from posttrain.data.draft import CheckAnswer, TaskMaker, find_columns
+from posttrain.data.fields import MISSING, ends_in_reply, lookup, plain
+from posttrain.data.ids import bad_ids, content_digest, content_ids
 from posttrain.data.problems import DataError, FieldError, Problem, show, summarize
 from posttrain.data.rows import Row, find_files, read_rows
 from posttrain.data.taskset import Overlong, SourceReport, TaskSet, TaskSource
-from posttrain.task import Message, Task
+from posttrain.task import Task
 
 Measure = Callable[[Task], int]  # tokens of the prompt exactly as it will be sent, tool schemas included
-CheckAnswer = Callable[[str], str | None]  # why an accepted answer cannot be scored against; None = it can
 SNIFFED_ROWS = 100  # the usual columns are looked for in this many rows
 LISTED_OVERLONG = 5
 
@@ -123,12 +112,13 @@ def _load_source(found: _Rows, config: SourceConfig, name: str, check: CheckAnsw
     problems = found.problems  # filled while the rows were read
     if not rows and not problems:
         raise DataError(f"source '{name}' is empty: {', '.join(found.files)} has no rows")
-    columns = _find_columns([row.values for row in rows[:SNIFFED_ROWS]], config, name) if rows else {}
+    columns = find_columns([row.values for row in rows[:SNIFFED_ROWS]], config, name) if rows else {}
+    maker = TaskMaker(name=name, config=config, columns=columns, check=check)
     drafts: list[Task] = []
     places: list[str] = []
     for row in rows:
         try:
-            drafts.append(_draft(row.values, columns, config, name, check))
+            drafts.append(maker.make(row))
             places.append(row.where)
         except FieldError as error:
             problems.append(error.at(row.where))
@@ -144,6 +134,12 @@ def _load_source(found: _Rows, config: SourceConfig, name: str, check: CheckAnsw
         rows_filtered_out=rows_read - len(rows),
     )
     _give_ids(loaded)
+    replies = sum(ends_in_reply(lookup(row.values, columns["prompt"][0]), columns["prompt"][0]) for row in rows)
+    if replies:
+        loaded.notes.append(f"{replies:,} conversations end in the assistant's reply; the prompt is what comes before")
+    if maker.left_out:
+        count = f"{len(maker.left_out):,} answers that cannot be scored"
+        loaded.notes.append(f"{count} were left out beside others of their row, e.g. {maker.left_out[0]}")
     _note_oddities(loaded)
     return loaded
 
@@ -176,166 +172,43 @@ def _matches(value: Any, wanted: Any) -> bool:
     return value in wanted if isinstance(wanted, tuple) else value == wanted
 
 
-def _find_columns(rows: Sequence[Mapping[str, Any]], config: SourceConfig, name: str) -> dict[str, tuple[str, ...]]:
-    """Role -> columns: those named in the config, else the first usual one that some row has."""
-
-    def present(column: str) -> bool:
-        return any(lookup(row, column) is not MISSING for row in rows)
-
-    columns: dict[str, tuple[str, ...]] = {}
-    for role in type(config.columns).model_fields:
-        named = getattr(config.columns, role)
-        if named is not None:
-            columns[role] = (named,) if isinstance(named, str) else named
-        else:
-            columns[role] = tuple(column for column in USUAL_COLUMNS.get(role, ()) if present(column))[:1]
-    if config.prompt_template is not None:
-        columns["prompt"] = template_columns(config.prompt_template)
-    missing = [column for found in columns.values() for column in found if not present(column)]
-    if missing:
-        raise DataError(f"source '{name}': no row has column {missing}; the first has {columns_text(rows[0])}")
-    wanted = {"prompt": True, "ground_truth": config.ground_truth_required}
-    for role, needed in wanted.items():
-        if needed and not columns[role]:
-            usual = ", ".join(USUAL_COLUMNS[role])
-            fix = f"name it under `columns: {{{role}: ...}}`"
-            if role == "ground_truth":
-                fix += ", or set ground_truth_required: false when the env scores by itself"
-            raise DataError(f"source '{name}': no column for the {role} (looked for {usual}); rows have "
-                            f"{columns_text(rows[0])}; {fix}")  # fmt: skip
-    return {role: found for role, found in columns.items() if found}
-
-
-def _draft(
-    row: Mapping[str, Any],
-    columns: Mapping[str, tuple[str, ...]],
-    config: SourceConfig,
-    name: str,
-    check: CheckAnswer | None,
-) -> Task:
-    """A task whose id is still the bare value of the id column ('' without one). Raises FieldError."""
-    answers = answers_of(row, columns.get("ground_truth", ()), config)
-    if check is not None and config.ground_truth_format != "opaque":
-        _check_answers(answers, columns["ground_truth"][0] if answers else "", check)
-    # Everything else of the row goes to env, reward and log; the prompt column would only repeat the prompt.
-    whole_prompt = columns["prompt"][0] if config.prompt_template is None else None
-    return Task(
-        id=_name_text(row, columns.get("id"), ""),
-        prompt=_prompt(row, columns["prompt"][0], config),
-        ground_truth=answers,
-        source=_name_text(row, columns.get("source"), name),
-        env=_name_text(row, columns.get("env"), "") or config.env,
-        reward=_name_text(row, columns.get("reward"), "") or config.reward,
-        extra=plain({column: value for column, value in row.items() if column != whole_prompt}),
-    )
-
-
-def _prompt(row: Mapping[str, Any], column: str, config: SourceConfig) -> tuple[Message, ...]:
-    if config.prompt_template is not None:
-        messages: tuple[Message, ...] = ({"role": "user", "content": fill_template(config.prompt_template, row)},)
-    else:
-        messages = messages_of(lookup(row, column), column)
-    if config.system_prompt is None:
-        return messages
-    if messages[0]["role"] in ("system", "developer"):
-        seen = "already begins with a system message"
-        raise FieldError(column, "bad prompt", seen, "remove system_prompt, or the message")
-    return ({"role": "system", "content": config.system_prompt}, *messages)
-
-
-def _check_answers(answers: Sequence[str], column: str, check: CheckAnswer) -> None:
-    for answer in answers:
-        reason = check(answer)
-        if reason is not None:
-            fix = "correct or remove that answer: any prediction, or none, would match it"
-            raise FieldError(column, "unscorable ground truth", f"{show(answer)}: {reason}", fix)
-
-
-def _name_text(row: Mapping[str, Any], columns: tuple[str, ...] | None, default: str) -> str:
-    """A column that holds a name (id, source, env, reward) as text; several names are joined by commas."""
-    if not columns:
-        return default
-    value = lookup(row, columns[0])
-    if value is MISSING or is_null(value):
-        return default
-    value = plain(value)
-    names = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, str | int) for item in names):
-        raise FieldError(columns[0], "bad name", f"is {show(value)}", "a name is text or a whole number")
-    return ",".join(str(item) for item in names)
-
-
-# --- ids -----------------------------------------------------------------------------------------------------------
-
-
 def _give_ids(loaded: _Loaded) -> None:
-    """Makes ids unique: source name / id column; without a usable id column, source name / hash of the content.
+    """Completes ids to source name / id column, or source name / hash of the content where no column will do.
 
-    Content ids survive rows being added, removed or reordered; row numbers would not. Twins get -2, -3.
+    A named id column with repeats is an error of the rows; a found one is passed over with a note.
     """
-    bare = [task.id for task in loaded.tasks]
-    if loaded.config.columns.id is not None:
-        _refuse_bad_ids(loaded, bare)
-    elif "id" in loaded.columns and (len(set(bare)) < len(bare) or not all(bare)):
-        (column,) = loaded.columns.pop("id")
+    ids = [task.id for task in loaded.tasks]
+    column = loaded.columns.get("id", ("",))[0]
+    bad = bad_ids(ids, loaded.places, column) if column else {}
+    if bad and loaded.config.columns.id is None:
+        del loaded.columns["id"]
         loaded.notes.append(f"column '{column}' does not name every row uniquely: ids are made from the rows' content")
+    elif bad:
+        loaded.problems.extend(bad.values())
+        good = [index for index in range(len(ids)) if index not in bad]
+        loaded.tasks = [loaded.tasks[index] for index in good]
+        loaded.places = [loaded.places[index] for index in good]
+        ids = [ids[index] for index in good]
     if "id" not in loaded.columns:
-        bare = _content_ids(loaded.tasks)
-    loaded.tasks = [replace(task, id=f"{loaded.name}/{id}") for task, id in zip(loaded.tasks, bare, strict=True)]
-
-
-def _refuse_bad_ids(loaded: _Loaded, ids: Sequence[str]) -> None:
-    column = str(loaded.config.columns.id)
-    first: dict[str, str] = {}
-    good: list[tuple[Task, str]] = []
-    for task, id, where in zip(loaded.tasks, ids, loaded.places, strict=True):
-        seen = "is missing or null" if not id else f"{id!r} is also the id of {first[id]}" if id in first else ""
-        if seen:
-            fix = "ids must be unique; correct it, or drop `columns.id` to have ids made from the content"
-            loaded.problems.append(Problem(where=where, column=column, kind="bad id", seen=seen, fix=fix))
-            continue
-        first[id] = where
-        good.append((task, where))
-    loaded.tasks = [task for task, _ in good]
-    loaded.places = [where for _, where in good]
-
-
-def _content_ids(tasks: Iterable[Task]) -> list[str]:
-    seen: Counter[str] = Counter()
-    ids: list[str] = []
-    for task in tasks:
-        digest = content_digest(task)
-        seen[digest] += 1
-        ids.append(digest if seen[digest] == 1 else f"{digest}-{seen[digest]}")
-    return ids
-
-
-def content_digest(task: Task) -> str:
-    """12 hex digits of prompt and ground truth."""
-    content = json.dumps([task.prompt, task.ground_truth], ensure_ascii=False, sort_keys=True, default=str)
-    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
+        ids = content_ids(loaded.tasks)
+    loaded.tasks = [replace(task, id=f"{loaded.name}/{id}") for task, id in zip(loaded.tasks, ids, strict=True)]
 
 
 def _note_oddities(loaded: _Loaded) -> None:
-    """Things that are allowed but often not meant."""
+    """Notes what is allowed but often not meant."""
+    answers = [answer for task in loaded.tasks for answer in task.ground_truth]
     if loaded.config.ground_truth_format == "answers":
-        listed = sum(_is_json_list(answer) for task in loaded.tasks for answer in task.ground_truth)
+        listed = sum(answer.startswith('["') and answer.endswith('"]') for answer in answers)
         if listed:
             fix = "if they are lists of answers, set ground_truth_format: json_answers"
-            loaded.notes.append(f"{listed:,} answers are JSON text of lists of strings and stay text; {fix}")
-    contents = Counter(content_digest(task) for task in loaded.tasks)
-    twins = len(loaded.tasks) - len(contents)
+            loaded.notes.append(f"{listed:,} answers look like JSON lists and stay text; {fix}")
+        marked = sum("\n#### " in answer for answer in answers)
+        if marked:
+            fix = 'to keep only the final answer, set answer_after: "####"'
+            loaded.notes.append(f"{marked:,} answers are worked solutions ending in '#### ...'; {fix}")
+    twins = len(loaded.tasks) - len({content_digest(task) for task in loaded.tasks})
     if twins:
         loaded.notes.append(f"{twins:,} tasks repeat another's prompt and answers")
-
-
-def _is_json_list(text: str) -> bool:
-    if not text.startswith('["'):
-        return False
-    try:
-        return isinstance(json.loads(text), list)
-    except ValueError:
-        return False
 
 
 # --- prompt length -------------------------------------------------------------------------------------------------
