@@ -1,0 +1,208 @@
+"""Scores episodes: rewards of every kind behind one method, each under a deadline, failures as `Invalid`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Never, Protocol, TypeVar
+
+from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction, reward_error
+from posttrain.rewards.isolation import WorkerPool
+from posttrain.task import Abstain, Invalid, Outcome, Score, Task
+from posttrain.trajectory import Episode
+
+ResultT = TypeVar("ResultT")
+
+
+class Reward(Protocol):
+    """Judges the episodes of one task. Never raises for a sample that cannot be judged: that is `Invalid`."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+        """One outcome per episode, in order. Raises RewardError when the reward itself is unusable."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the reward started."""
+        ...
+
+
+async def score(reward: Reward, episode: Episode, task: Task) -> Outcome:
+    return (await score_group(reward, [episode], task))[0]
+
+
+async def score_group(reward: Reward, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+    """One outcome per episode of a task's group, in order. Raises RewardError when the count is wrong."""
+    if not episodes:
+        return []
+    outcomes = await reward.outcomes(episodes, task)
+    if len(outcomes) != len(episodes):
+        raise RewardError(f"reward {reward.name} returned {len(outcomes)} values for {len(episodes)} episodes")
+    return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class RuleReward:
+    """A rule of this package: pure, fast and trusted, so it is called directly."""
+
+    function: RewardFunction
+    name: str
+
+    async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+        return [outcome for episode in episodes for outcome in self.function.judge([episode], task)]
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class CustomReward:
+    """A user's function in this process: async ones in the event loop, the others in a thread.
+
+    At the deadline the sample becomes Invalid("reward_timeout"). A coroutine is then cancelled; a thread cannot be
+    ended and runs on (an isolated reward can).
+    """
+
+    function: RewardFunction
+    name: str
+    seconds: float
+
+    async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+        return await _per_call(self.function.is_batch, episodes, lambda part: self._call(part, task))
+
+    def close(self) -> None:
+        return None
+
+    async def _call(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+        try:
+            async with asyncio.timeout(self.seconds) as deadline:
+                if not self.function.is_async:
+                    return await in_thread(lambda: self.function.judge(episodes, task))
+                return self.function.outcomes(await self.function.call(episodes, task), len(episodes))
+        except RewardError:
+            raise
+        except (Exception, SystemExit) as error:
+            if deadline.expired():
+                detail = f"reward {self.name} took longer than {self.seconds} s"
+                return [Invalid("reward_timeout", detail)] * len(episodes)
+            return [reward_error(error)] * len(episodes)
+
+
+@dataclass(frozen=True, slots=True)
+class IsolatedReward:
+    """A user's sync function in worker processes that are killed at the deadline."""
+
+    pool: WorkerPool
+    is_batch: bool
+    name: str
+    seconds: float
+
+    @classmethod
+    def start(cls, spec: FunctionSpec, *, name: str, seconds: float, workers: int, is_batch: bool) -> IsolatedReward:
+        return cls(pool=WorkerPool(spec, size=workers), is_batch=is_batch, name=name, seconds=seconds)
+
+    async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+        return await _per_call(self.is_batch, episodes, lambda part: self._call(part, task))
+
+    def close(self) -> None:
+        self.pool.close()
+
+    async def _call(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+        return await in_thread(lambda: self.pool.evaluate(episodes, task, self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    reward: Reward
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The weighted sum of named parts.
+
+    A part that abstains leaves its weight to the others: the weights of those that answered are scaled to the same
+    total size. One Invalid part makes the sample Invalid; when all abstain, so does the mixture. Components are each
+    part's value under its name, and the part's own components as "part/component".
+    """
+
+    parts: Mapping[str, Part]
+    name: str = "mixture"
+
+    async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+        groups = await asyncio.gather(*(score_group(part.reward, episodes, task) for part in self.parts.values()))
+        return [self._mix(dict(zip(self.parts, judged, strict=True))) for judged in zip(*groups, strict=True)]
+
+    def close(self) -> None:
+        for part in self.parts.values():
+            part.reward.close()
+
+    def _mix(self, outcomes: Mapping[str, Outcome]) -> Outcome:
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Invalid):
+                return Invalid(outcome.reason, f"part {name}: {outcome.detail}")
+        scores = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Score)}
+        answered = sum(abs(self.parts[name].weight) for name in scores)
+        if not answered:
+            return Abstain("no part of the mixture has an opinion")
+        scale = sum(abs(part.weight) for part in self.parts.values()) / answered
+        value = scale * sum(self.parts[name].weight * score.value for name, score in scores.items())
+        predictions = (score.prediction for score in scores.values() if score.prediction is not None)
+        return Score(value, _components(scores), next(predictions, None))
+
+
+def _components(scores: Mapping[str, Score]) -> dict[str, float]:
+    components = {name: score.value for name, score in scores.items()}
+    for name, score in scores.items():
+        for inner, value in score.components.items():
+            components[f"{name}/{inner}"] = value
+    return components
+
+
+async def _per_call(
+    is_batch: bool, episodes: Sequence[Episode], call: Callable[[Sequence[Episode]], Awaitable[list[Outcome]]]
+) -> list[Outcome]:
+    """One call for all episodes, or one call each, at the same time."""
+    if is_batch:
+        return await call(episodes)
+    return [outcome for judged in await asyncio.gather(*(call([e]) for e in episodes)) for outcome in judged]
+
+
+async def in_thread(call: Callable[[], ResultT]) -> ResultT:
+    """Runs `call` in a thread of its own that does not keep the program alive.
+
+    The event loop's executor would do neither: a few hung calls fill it, and its threads are joined at the end.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Callable[[], ResultT]] = loop.create_future()
+
+    def settle(outcome: Callable[[], ResultT]) -> None:
+        if not future.done():  # else the caller gave up
+            future.set_result(outcome)
+
+    def work() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            outcome = partial(_raise, error)
+        else:
+            outcome = partial(_identity, result)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, daemon=True, name="posttrain-reward").start()
+    return (await future)()
+
+
+def _raise(error: BaseException) -> Never:
+    raise error
+
+
+def _identity(result: ResultT) -> ResultT:
+    return result
