@@ -282,6 +282,13 @@ def test_columns_that_are_not_there_are_named(
         load(jsonl(tmp_path / "q.jsonl", [row]), **source)
 
 
+def test_a_named_column_may_begin_late(tmp_path: Path) -> None:
+    rows = questions(150)
+    rows[140]["agent"] = "react"
+    tasks = list(load(jsonl(tmp_path / "q.jsonl", rows), columns={"env": "agent"}))
+    assert [task.env for task in tasks[139:142]] == [None, "react", None]
+
+
 def test_a_system_prompt_does_not_hide_one_of_the_row(tmp_path: Path) -> None:
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path = jsonl(tmp_path / "q.jsonl", [{"prompt": prompt, "answer": "a"}])

@@ -22,6 +22,7 @@ from posttrain.data.problems import DataError, FieldError, show
 from posttrain.data.rows import Row
 from posttrain.task import Message, Task
 
+SNIFFED_ROWS = 100  # the usual columns are looked for in this many rows
 CheckAnswer = Callable[[str], str | None]  # why an accepted answer cannot be scored against; None = it can
 
 
@@ -66,8 +67,8 @@ class TaskMaker:
 def find_columns(rows: Sequence[Mapping[str, Any]], config: SourceConfig, name: str) -> dict[str, tuple[str, ...]]:
     """Role -> columns: those named in the config, else the first usual one that some row has."""
 
-    def present(column: str) -> bool:
-        return any(lookup(row, column) is not MISSING for row in rows)
+    def present(column: str, among: Sequence[Mapping[str, Any]] = rows) -> bool:
+        return any(lookup(row, column) is not MISSING for row in among)
 
     columns: dict[str, tuple[str, ...]] = {}
     for role in type(config.columns).model_fields:
@@ -75,7 +76,8 @@ def find_columns(rows: Sequence[Mapping[str, Any]], config: SourceConfig, name: 
         if named is not None:
             columns[role] = (named,) if isinstance(named, str) else named
         else:
-            columns[role] = tuple(column for column in USUAL_COLUMNS.get(role, ()) if present(column))[:1]
+            sniffed = rows[:SNIFFED_ROWS]
+            columns[role] = tuple(column for column in USUAL_COLUMNS.get(role, ()) if present(column, sniffed))[:1]
     if config.prompt_template is not None:
         columns["prompt"] = template_columns(config.prompt_template)
     missing = [column for found in columns.values() for column in found if not present(column)]

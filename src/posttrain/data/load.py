@@ -21,7 +21,6 @@ from posttrain.data.taskset import Overlong, SourceReport, TaskSet, TaskSource
 from posttrain.task import Task
 
 Measure = Callable[[Task], int]  # tokens of the prompt exactly as it will be sent, tool schemas included
-SNIFFED_ROWS = 100  # the usual columns are looked for in this many rows
 LISTED_OVERLONG = 5
 
 
@@ -112,7 +111,7 @@ def _load_source(found: _Rows, config: SourceConfig, name: str, check: CheckAnsw
     problems = found.problems  # filled while the rows were read
     if not rows and not problems:
         raise DataError(f"source '{name}' is empty: {', '.join(found.files)} has no rows")
-    columns = find_columns([row.values for row in rows[:SNIFFED_ROWS]], config, name) if rows else {}
+    columns = find_columns([row.values for row in rows], config, name) if rows else {}
     maker = TaskMaker(name=name, config=config, columns=columns, check=check)
     drafts: list[Task] = []
     places: list[str] = []
