@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,20 +66,23 @@ def parse_config(model: type[ModelT], data: Mapping[str, Any]) -> ModelT:
 
 def config_yaml(config: BaseModel) -> str:
     """The resolved config as YAML that loads back equal."""
-    plain = _escaped(config.model_dump(mode="json"))
+    plain = _plain(config.model_dump())
     return OmegaConf.to_yaml(OmegaConf.create(plain), sort_keys=False)
 
 
-def nearest(name: str, valid: Iterable[str], count: int = 1) -> list[str]:
-    """The names in `valid` most like `name`, best first; none when nothing is like it."""
-    return difflib.get_close_matches(name, list(valid), n=count, cutoff=0.6)
+def nearest(name: str, valid: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The name in `valid` most like `name` (an abbreviation counts as like it); None when nothing is."""
+    names = sorted(valid)
+    longer = [other for other in names if len(name) >= 2 and other.startswith(name)]
+    found = difflib.get_close_matches(name, names, n=1, cutoff=likeness) or longer
+    return found[0] if found else None
 
 
 def unknown_name(what: str, name: str, valid: Iterable[str]) -> str:
     """The message for a name that is not in a list: the nearest one and the whole list."""
     names = sorted(valid)
     guess = nearest(name, names)
-    hint = f" Did you mean {guess[0]!r}?" if guess else ""
+    hint = f" Did you mean {guess!r}?" if guess else ""
     return f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}."
 
 
@@ -95,7 +98,11 @@ class _Source:
     places: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
 
     def place(self, path: KeyPath) -> str:
-        """Where the longest known part of `path` was written."""
+        """Where `path` was written: an override of something in it, itself, else the longest part of it that was."""
+        inside = [where for place, where in self.places.items() if path and place[: len(path)] == path]
+        if inside:
+            overridden = [where for where in inside if where.startswith("override ")]
+            return (overridden or [self.places.get(path, inside[0])])[0]
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
@@ -138,6 +145,9 @@ class _Source:
     def _add_key(self, key: yaml.Node, path: KeyPath) -> None:
         here = (*path, str(key.value))
         place = f"{self.name}:{key.start_mark.line + 1}"
+        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+            kind = key.tag.rsplit(":", 1)[-1]
+            raise ConfigError([f"{place}: YAML reads the key {key.value} as {kind}; write it in quotes"])
         if here in self.places and key.value != "<<":
             first = self.places[here].rsplit(":", 1)[-1]
             raise ConfigError([f"{place}: {dotted(here)} is written twice (first on line {first}); keep one"])
@@ -148,8 +158,8 @@ def _read(path: Path) -> _Source:
     try:
         return _Source(str(path), path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")]) if path.parent.is_dir() else []
-        hint = f" Did you mean {path.parent / near[0]}?" if near else f" (looked from {os.curdir!r})"
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")]) if path.parent.is_dir() else None
+        hint = f" Did you mean {path.parent / near}?" if near else f" (looked from {str(Path.cwd())!r})"
         raise ConfigError([f"{path}: there is no such config file.{hint}"]) from None
     except IsADirectoryError:
         raise ConfigError([f"{path}: is a folder; a config is a YAML file"]) from None
@@ -180,15 +190,17 @@ def _resolved(config: Any, source: _Source) -> dict[str, Any]:
         raise source.error(path, f"{key}: {_first_line(error)}") from error
 
 
-def _escaped(value: Any) -> Any:
-    """Resolved text holds no interpolation any more: `${` in it is meant literally."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
-    if isinstance(value, dict):
-        return {key: _escaped(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_escaped(child) for child in value]
-    return value
+def _plain(value: Any) -> Any:
+    """What YAML can hold. Resolved text has no interpolation left, so a `${` in it is meant literally."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, str | Path):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", str(value))
+    if isinstance(value, Mapping):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, frozenset | set):
+        return sorted(_plain(child) for child in value)
+    return [_plain(child) for child in value] if isinstance(value, list | tuple) else value
 
 
 def _first_line(error: BaseException) -> str:
@@ -281,10 +293,10 @@ def _did_you_mean(model: type[BaseModel], path: KeyPath) -> str:
     """The nearest key of the same section, else one of that name elsewhere, else all keys of the section."""
     siblings = {name for owner in _models_at(model, path[:-1]) for name in owner.model_fields}
     if near := nearest(str(path[-1]), siblings):
-        return f" Did you mean {dotted((*path[:-1], near[0]))!r}?"
-    everywhere = {name.rsplit(".", 1)[-1]: name for name in key_names(model)}
-    if near := nearest(str(path[-1]), everywhere):
-        return f" Did you mean {everywhere[near[0]]!r}?"
+        return f" Did you mean {dotted((*path[:-1], near))!r}?"
+    everywhere = {name.rsplit(".", 1)[-1]: name for name in reversed(key_names(model))}  # the first of a name wins
+    if near := nearest(str(path[-1]), everywhere, likeness=0.8):
+        return f" Did you mean {everywhere[near]!r}?"
     return f" Known here: {', '.join(sorted(siblings))}."
 
 

@@ -159,10 +159,10 @@ class Metrics:
         same. count: tokens or turns that `value` is the mean of. Raises MetricError."""
         unit = lookup(key).unit
         if (id is not None) != (unit in ("episode", "group")):
-            raise MetricError(f"{key} counts per {unit}: it is recorded {'with' if id is None else 'without'} an id")
+            raise MetricError(f"{key} counts per {unit}: record it {'with' if id is None else 'without'} an id")
         if (count is not None) != (unit in ("turn", "token")):
             raise MetricError(
-                f"{key} counts per {unit}: it is recorded {'with' if count is None else 'without'} a count"
+                f"{key} counts per {unit}: record it {'with' if count is None else 'without'} a count"
             )
         if value is None:
             return
