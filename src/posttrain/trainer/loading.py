@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from posttrain.trainer import attention
 
@@ -23,9 +23,9 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str = Field(description="a directory in Hugging Face layout (config.json, *.safetensors), or a hub id")
-    dtype: Literal["float32", "bfloat16", "auto"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(default="auto", description="auto: bfloat16 on CUDA, float32 on CPU")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    gradient_checkpointing: bool = Field(False, description="trade one more forward for activation memory")
+    gradient_checkpointing: bool = Field(default=False, description="trade one more forward for activation memory")
 
 
 class ModelError(ValueError):
@@ -56,19 +56,29 @@ def load_module(path: str | Path, device: torch.device, dtype: torch.dtype) -> n
     """The causal language model at `path`, its attention ours, dropout off, on `device`.
 
     Raises ModelError for a missing or incomplete directory, for pickled weights, and for tensors that the file lacks
-    or the model does not know (a silently random head would train).
+    or that have another shape (a silently random layer would train).
     """
+    return _load(AutoModelForCausalLM, path, device, dtype)
+
+
+def load_decoder(path: str | Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The same model without its head, for a critic."""
+    return _load(AutoModel, path, device, dtype)
+
+
+def _load(auto_class: Any, path: str | Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     check_directory(path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        module, info = auto_class.from_pretrained(
             str(path), dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, output_loading_info=True
         )
     except OSError as error:
         raise ModelError(
-            f"no model at {path!r}: it is no directory, and the hub did not give it either ({error}); "
+            f"no model at {str(path)!r}: it is no directory, and the hub did not give it either ({error}); "
             "set model.path to a directory with config.json and *.safetensors"
+            if not Path(path).exists()
+            else f"the model at {path} cannot be read: {error}"
         ) from error
-    module, info = loaded
     missing, mismatched = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
     if missing or mismatched:
         raise ModelError(f"{path}: the weights lack {missing[:5]} and differ in shape at {mismatched[:5]}")

@@ -24,14 +24,14 @@ class OptimizerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0, description="not applied to norms and biases")
-    warmup_optimizer_steps: int = Field(0, ge=0, description="linear from lr / warmup to lr")
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="not applied to norms and biases")
+    warmup_optimizer_steps: int = Field(default=0, ge=0, description="linear from lr / warmup to lr")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="end of linear and cosine, as a share of lr")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="global norm; None = no clipping")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="end of linear and cosine, as a share of lr")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="global norm; None = no clipping")
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,10 +86,7 @@ class Policy:
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens; `attention` says who sees whom."""
-        out = self.decoder(
-            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention=attention
-        )
-        return out.last_hidden_state
+        return decoder_hidden_states(self.decoder, token_ids, positions, attention)
 
     def next_token_logits(self, hidden: Tensor) -> Tensor:
         """[.., V] float32 logits as the model itself would give them (before temperature)."""
@@ -124,7 +121,7 @@ class Policy:
             rule=self.rule,
             with_entropy=with_entropy,
         )
-        return _scatter(logprobs, written, len(batch)), None if entropy is None else _scatter(
+        return scatter(logprobs, written, len(batch)), None if entropy is None else scatter(
             entropy, written, len(batch)
         )
 
@@ -143,7 +140,16 @@ def packed_hidden_states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return layout.row_of_token, hidden[0]
 
 
-def _scatter(values: Tensor, index: Tensor, count: int) -> Tensor:
+def decoder_hidden_states(
+    decoder: nn.Module, token_ids: Tensor, positions: Tensor, attention: AttentionContext
+) -> Tensor:
+    """[1, R, K]: one row of R tokens through a transformers decoder."""
+    out = decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention=attention)
+    return out.last_hidden_state
+
+
+def scatter(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """[count], `values` at `index`, 0.0 elsewhere; keeps the graph even when `index` is empty."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_copy(0, index, values)
 
 

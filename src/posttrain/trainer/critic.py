@@ -1,0 +1,104 @@
+"""The critic: a decoder with one number per policy token, the expected return before that token is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from posttrain.packing import Batch
+from posttrain.trainer.loading import ModelError, load_decoder, pick_device, pick_dtype
+from posttrain.trainer.optimizer import OptimizerConfig
+from posttrain.trainer.policy import decoder_hidden_states, packed_hidden_states, scatter
+
+HEAD_FILE = "value_head.safetensors"
+
+
+class CriticConfig(BaseModel):
+    """Which model values are learned with, and how fast."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | None = Field(default=None, description="a model directory or hub id; None = start from the policy's weights")
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    warmup_steps: int = Field(default=0, ge=0, description="first steps in which only the critic learns")
+    value_clip: float | None = Field(default=0.2, gt=0, description="clip of the value around its old one; None = none")
+
+
+class Critic:
+    """`values[t]` belongs to the state before token t: it is read from token t - 1, where log-prob t is read, too."""
+
+    def __init__(self, module: nn.Module, head: nn.Linear) -> None:
+        self.module = module
+        self.head = head
+
+    @classmethod
+    def from_policy(
+        cls, path: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
+    ) -> Critic:
+        """The decoder of the language model at `path` below a new head of zeros, so that all values start at 0.
+
+        A directory written by `Critic.save` is loaded with its head.
+        """
+        place = pick_device(str(device))
+        module = load_decoder(path, place, pick_dtype(dtype, place))
+        head = nn.Linear(module.config.hidden_size, 1, device=place)  # type: ignore[union-attr, arg-type]
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        critic = cls(module, head)
+        if (Path(path) / HEAD_FILE).is_file():
+            critic._load_head(Path(path) / HEAD_FILE)
+        return critic
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The trainable ones, by name."""
+        named = [*self.module.named_parameters(), *self.head.named_parameters(prefix="value_head")]
+        return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+    def values(self, batch: Batch) -> Tensor:
+        """[T] float32, differentiable unless under no_grad; 0.0 off the loss mask."""
+        batch = batch.to(self.device)
+        rows, hidden = packed_hidden_states(self, batch)
+        written = batch.loss_mask.nonzero()[:, 0]
+        values = self.head(hidden[rows[written - 1]].to(self.head.weight.dtype))[:, 0]
+        return scatter(values, written, len(batch))
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: Any) -> Tensor:
+        """[1, R, K] last hidden states of one row of R tokens."""
+        return decoder_hidden_states(self.module, token_ids, positions, attention)
+
+    def checkpoint_activations(self) -> None:
+        """See `Policy.checkpoint_activations`."""
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        self.module.train()
+
+    def save(self, directory: str | Path) -> None:
+        """Hugging Face layout of the decoder, and the head beside it."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        self.module.save_pretrained(target)  # type: ignore[operator]
+        save_file({name: tensor.contiguous() for name, tensor in self.head.state_dict().items()}, target / HEAD_FILE)
+
+    def _load_head(self, file: Path) -> None:
+        tensors = load_file(file)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in self.head.state_dict().items()}
+        if shapes != wanted:
+            raise ModelError(f"{file} holds {shapes}, this critic's head is {wanted}")
+        self.head.load_state_dict(tensors)
