@@ -1,4 +1,3 @@
-import itertools
 import math
 from dataclasses import fields
 
@@ -83,7 +82,13 @@ def test_bins_are_a_partition_within_the_budget_and_not_wasteful(lengths: list[i
     assert sorted(i for bin_ in bins for i in bin_) == list(range(len(lengths)))
     loads = sorted(sum(lengths[i] for i in bin_) for bin_ in bins)
     assert loads[-1] <= budget
-    assert all(a + b > budget for a, b in itertools.pairwise(loads))
+    assert len(bins) <= 2 * sum(lengths) / budget + 2
+
+
+def test_bins_are_evenly_filled_and_as_many_as_asked_for() -> None:
+    assert bins_of([4, 3, 3, 2], 100, at_least=2) == [[0, 3], [1, 2]]
+    assert bins_of([4, 3], 100, at_least=5) == [[0], [1]]
+    assert bins_of([4, 3, 3, 2], 7) == [[0, 3], [1, 2]]
 
 
 def test_select_keeps_whole_segments_in_the_given_order() -> None:

@@ -1,10 +1,11 @@
 """Trajectories -> one packed Batch, and slices of it. Padding-free: T tokens of S segments, one after another.
 
-Knows nothing of rewards' meaning, models or devices' contents. A `Batch` has the field names of a `Trajectory`, as tensors.
+Knows nothing of models or of what rewards mean. A `Batch` has the field names of a `Trajectory`, as tensors.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -40,6 +41,17 @@ class Batch:
     @property
     def segment_count(self) -> int:
         return len(self.lengths)
+
+    def of_segment(self, values: Tensor) -> list[int]:
+        """[S] the value at each segment's first token of a [T] tensor that is constant within segments."""
+        starts = _starts(self.lengths)[:-1]
+        return [int(value) for value in values[starts].tolist()] if starts else []
+
+    def tokens_of(self, segments: Sequence[int]) -> Tensor:
+        """[sum of lengths] positions in the batch of the tokens of the given segments, in the given order."""
+        starts = _starts(self.lengths)
+        spans = [torch.arange(starts[s], starts[s + 1]) for s in segments]
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)
 
     def to(self, device: torch.device | str) -> Batch:
         return _map_token_tensors(self, lambda tensor: tensor.to(device), self.lengths)
@@ -100,43 +112,45 @@ def select(batch: Batch, segments: Sequence[int]) -> Batch:
 
     `episode_index` and `group_index` keep their values of the full batch.
     """
-    starts = _starts(batch.lengths)
-    index = torch.cat([torch.arange(starts[s], starts[s] + batch.lengths[s]) for s in segments])
-    index = index.to(batch.token_ids.device)
+    index = batch.tokens_of(segments).to(batch.token_ids.device)
     lengths = [batch.lengths[s] for s in segments]
     taken = _map_token_tensors(batch, lambda tensor: tensor[index], lengths)
-    renumbered = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    renumbered = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
     return replace(taken, segment_ids=renumbered.to(index.device))
 
 
-def micro_batches(batch: Batch, tokens_per_micro_batch: int) -> list[Batch]:
-    """Splits a batch into micro-batches of whole segments with at most `tokens_per_micro_batch` tokens each.
+def bins_of(lengths: Sequence[int], budget: int, *, at_least: int = 1) -> list[list[int]]:
+    """Indices of `lengths` by bin: each bin's sum <= budget, at least `at_least` bins if there are so many lengths.
 
-    Longest segments first into the first bin with room (first-fit decreasing): deterministic, close to the fewest bins.
-    Raises ValueError when one segment alone exceeds the budget.
+    As few bins as the sum asks for (more while one overflows), evenly filled; indices ascending within a bin.
+    Raises ValueError when one length alone exceeds the budget.
     """
-    return [select(batch, bin_) for bin_ in bins_of(batch.lengths, tokens_per_micro_batch)]
-
-
-def bins_of(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: indices of `lengths` by bin, each bin's sum <= budget, indices ascending within a bin."""
-    longest = max(lengths)
+    longest, total = max(lengths), sum(lengths)
     if longest > budget:
         raise ValueError(
             f"a sequence of {longest} tokens does not fit tokens_per_micro_batch={budget}; "
             f"raise it to at least {longest} or lower the episode's token limit"
         )
-    bins: list[list[int]] = []
-    room: list[int] = []
+    count = max(-(-total // budget), min(at_least, len(lengths)))
+    while any(sum(lengths[i] for i in bin_) > budget for bin_ in (bins := _even_bins(lengths, count))):
+        count += 1
+    return bins
+
+
+def micro_batches(batch: Batch, tokens_per_micro_batch: int, *, at_least: int = 1) -> list[Batch]:
+    """The batch split into whole segments along `bins_of`; memory and speed only, no result depends on it."""
+    return [select(batch, bin_) for bin_ in bins_of(batch.lengths, tokens_per_micro_batch, at_least=at_least)]
+
+
+def _even_bins(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Longest first, each into the bin with the fewest tokens; indices ascending within a bin, no bin empty."""
+    filled = [(0, number) for number in range(count)]
+    bins: list[list[int]] = [[] for _ in range(count)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fitting = next((b for b, free in enumerate(room) if free >= lengths[index]), None)
-        if fitting is None:
-            bins.append([])
-            room.append(budget)
-            fitting = len(bins) - 1
-        bins[fitting].append(index)
-        room[fitting] -= lengths[index]
-    return [sorted(bin_) for bin_ in bins]
+        tokens, number = heapq.heappop(filled)
+        bins[number].append(index)
+        heapq.heappush(filled, (tokens + lengths[index], number))
+    return [sorted(bin_) for bin_ in bins if bin_]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
