@@ -46,7 +46,7 @@ class Limits(BaseModel):
     max_turn_tokens: int = Field(default=512, ge=1)  # sampled tokens of one policy turn
     max_episode_tokens: int = Field(default=4096, ge=2)  # all tokens of a trajectory, prompt included
     max_turns: int | None = Field(default=None, ge=1)  # policy turns; the env's own limit holds too
-    call_seconds: float | None = Field(default=60.0, gt=0)  # one call of the env (reset or step)
+    call_seconds: float | None = Field(default=120.0, gt=0)  # one call of the env (reset or step)
     turn_seconds: float | None = Field(default=600.0, gt=0)  # sampling one policy turn and the env's answer to it
     episode_seconds: float | None = Field(default=1800.0, gt=0)
     group_seconds: float | None = Field(
