@@ -44,8 +44,7 @@ class Batch:
 
     def of_segment(self, values: Tensor) -> list[int]:
         """[S] the value at each segment's first token of a [T] tensor that is constant within segments."""
-        starts = _starts(self.lengths)[:-1]
-        return [int(value) for value in values[starts].tolist()] if starts else []
+        return [int(values[start]) for start in _starts(self.lengths)[:-1]]
 
     def tokens_of(self, segments: Sequence[int]) -> Tensor:
         """[sum of lengths] positions in the batch of the tokens of the given segments, in the given order."""
@@ -132,9 +131,11 @@ def bins_of(lengths: Sequence[int], budget: int, *, at_least: int = 1) -> list[l
             f"raise it to at least {longest} or lower the episode's token limit"
         )
     count = max(-(-total // budget), min(at_least, len(lengths)))
-    while any(sum(lengths[i] for i in bin_) > budget for bin_ in (bins := _even_bins(lengths, count))):
+    while True:
+        bins = _even_bins(lengths, count)
+        if all(sum(lengths[i] for i in bin_) <= budget for bin_ in bins):
+            return bins
         count += 1
-    return bins
 
 
 def micro_batches(batch: Batch, tokens_per_micro_batch: int, *, at_least: int = 1) -> list[Batch]:
