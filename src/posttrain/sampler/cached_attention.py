@@ -24,7 +24,7 @@ NEGATIVE = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`count` new tokens of the sequence in `row`, which already holds `start`; they stand at `offset` in the forward."""
+    """`count` new tokens, at `offset` in the forward, of the sequence in `row`, which already holds `start`."""
 
     row: int
     start: int

@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 import torch
 
-from posttrain.sampler.engine import Engine, EngineLimits, Request, SamplerError, SamplerStats, new_request
+from posttrain.sampler.engine import Engine
 from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, new_request
 from posttrain.sampler.stopping import Stops
 from posttrain.trainer.policy import Policy
 

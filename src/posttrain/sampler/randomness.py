@@ -11,7 +11,6 @@ variant 13 of Stafford): the i-th output of a SplitMix64 stream that starts at m
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15

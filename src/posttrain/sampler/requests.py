@@ -1,0 +1,140 @@
+"""What goes through the engine: requests, their limits, and what is counted on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from posttrain.sampler.draw import DrawSettings
+from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.randomness import stream_of
+from posttrain.sampler.slots import Slot
+from posttrain.sampler.stopping import StopRule
+from posttrain.trajectory import StopReason
+
+
+class SamplerError(RuntimeError):
+    """The engine could not go on; every request that was in it fails with this."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One turn in the making. `ids` is the prompt and what was sampled so far."""
+
+    ids: list[int]
+    prompt_length: int
+    params: SamplingParams
+    stream: int  # randomness.stream_of(seed)
+    rule: StopRule
+    limit: int  # the turn ends with LENGTH when `ids` has this many tokens
+    session: str | None = None
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    slot: Slot | None = None  # None while it waits
+    forked_from: Request | None = None  # the same ids are being prefilled there: only the last logits are shared
+    result: Sampled | None = None
+
+    @property
+    def generated(self) -> int:
+        return len(self.ids) - self.prompt_length
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose keys are not cached yet; 1 for a request that is being decoded."""
+        return len(self.ids) - (self.slot.cached if self.slot is not None else 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplerStats:
+    """Counted since the sampler was made (or since `reset`). Tokens, unless said otherwise."""
+
+    requests: int = 0  # turns finished
+    tokens_generated: int = 0
+    tokens_forwarded: int = 0  # through the model: prefilled and decoded
+    tokens_prefilled: int = 0  # forwarded because they were not cached
+    tokens_reused: int = 0  # taken from the cache: a session's past, a group's prompt, a shared prefix
+    tokens_truncated_draw: int = 0  # drawn under top_p or top_k: their log-probs are renormalised
+    cache_hits: int = 0  # requests that reused anything
+    steps: int = 0  # forwards
+    rows: int = 0  # sequences in those forwards, summed
+    evictions: int = 0  # idle sessions whose cache was given up for memory
+    preemptions: int = 0  # running requests that were put back for memory, or because the weights changed
+    flushes: int = 0  # times the whole cache was dropped because the policy's version changed
+
+    @property
+    def mean_batch(self) -> float:
+        """Sequences per forward; 0 before the first."""
+        return self.rows / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What the engine may use."""
+
+    max_batch: int  # sequences in one forward
+    tokens_per_step: int  # new tokens in one forward; longer prompts are prefilled in chunks
+    kv_bytes: int  # memory for keys and values
+    max_context: int  # tokens of a sequence, from the model
+
+
+def new_request(
+    ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None, rule: StopRule, max_context: int
+) -> Request:
+    """Raises ValueError for a prompt that is empty or leaves no room for a token."""
+    if not ids:
+        raise ValueError("cannot continue an empty list of ids: give at least a start token")
+    if len(ids) >= max_context:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and the model's context is {max_context}: no token fits; "
+            "end the episode (context_full) before asking"
+        )
+    return Request(
+        ids=list(ids),
+        prompt_length=len(ids),
+        params=params,
+        stream=stream_of(seed),
+        rule=rule,
+        limit=min(len(ids) + params.max_new_tokens, max_context),
+        session=session,
+    )
+
+
+def ends(request: Request) -> bool:
+    """Whether the last token ends the turn; sets `result` if so."""
+    new = request.ids[-1]
+    stopped = None
+    if new in request.rule.ids or new in request.rule.candidates:
+        stopped = request.rule.after(request.ids[request.prompt_length :])
+    if stopped is None and len(request.ids) >= request.limit:
+        stopped = (StopReason.LENGTH, None)
+    if stopped is None:
+        return False
+    request.result = Sampled(
+        ids=request.ids[request.prompt_length :],
+        logprobs=request.logprobs,
+        versions=request.versions,
+        stop_reason=stopped[0],
+        stop=stopped[1],
+    )
+    return True
+
+
+def draw_settings(requests: Sequence[Request], vocabulary: int, device: torch.device) -> DrawSettings:
+    """Tensors only where some row needs them."""
+    params = [r.params for r in requests]
+    temperatures = [p.temperature or 1.0 for p in params]
+    column = (len(params), 1)
+    return DrawSettings(
+        temperature=torch.tensor(temperatures, device=device).view(column) if set(temperatures) != {1.0} else None,
+        greedy=torch.tensor([p.temperature == 0 for p in params], device=device)
+        if any(p.temperature == 0 for p in params)
+        else None,
+        top_k=torch.tensor([p.top_k or vocabulary for p in params], device=device).view(column)
+        if any(p.top_k for p in params)
+        else None,
+        top_p=torch.tensor([p.top_p for p in params], device=device).view(column)
+        if any(p.top_p < 1 for p in params)
+        else None,
+    )
