@@ -22,6 +22,9 @@ from pydantic import (
 
 from posttrain.algorithms import ADVANTAGES, AGGREGATES, KL_ESTIMATORS, LOSSES
 from posttrain.data.config import DataConfig
+from posttrain.envs import ENVS, Env
+from posttrain.retrieval.config import RetrievalConfig
+from posttrain.rewards.config import RewardConfig
 from posttrain.rollout import Limits
 from posttrain.runs.config_file import (
     ConfigError,
@@ -38,6 +41,7 @@ from posttrain.runs.metrics import lookup
 from posttrain.runs.plan import BatchConfig, Plan, make_plan
 from posttrain.runs.plugins import check_options, options_for, resolve
 from posttrain.runs.sinks import SINKS
+from posttrain.trainer.critic import CriticConfig
 from posttrain.trainer.loading import ModelConfig
 from posttrain.trainer.optimizer import OptimizerConfig, lr_at
 
@@ -83,6 +87,9 @@ class RunConfig(Section):
     dir: Path | None = Field(default=None, description="the run directory; default runs/NAME")
     seed: NonNegativeInt = 0
     steps: PositiveInt = 100
+    max_invalid_share: float = Field(
+        default=0.5, ge=0, le=1, description="of a step's episodes; beyond it the run stops"
+    )
     sinks: tuple[str, ...] = Field(default=("console",), description="console, tensorboard, wandb")
 
     @field_validator("sinks")
@@ -103,21 +110,29 @@ class EnvConfig(Section):
     name: str = "single_turn"
     options: dict[str, Any] = Field(default={})
 
+    @property
+    def factory(self) -> Callable[..., Env]:
+        """Makes the env of one episode from `options`, and from `retriever` where `takes_retriever`."""
+        return resolve(ENVS, self.name, "env")
 
-class RetrievalConfig(Section):
-    """Where passages come from: exactly one of a stored index, a corpus file to index at start, a server."""
-
-    index: Path | None = None
-    corpus: Path | None = None
-    url: str | None = None
-    top_k: PositiveInt = 3
-    seconds: PositiveFloat = Field(default=30.0, description="deadline of one search, retries included")
+    @property
+    def takes_retriever(self) -> bool:
+        return "retriever" in options_for(self.factory, {"retriever": None})
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        given = [name for name in ("index", "corpus", "url") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of index, corpus and url; got {' and '.join(given) or 'none'}")
+    def _known(self) -> Self:
+        try:
+            factory = self.factory
+        except ConfigError as error:
+            raise key_error("name", str(error)) from None
+        if isinstance(factory, type):
+            missing = [method for method in ("reset", "step", "close") if not hasattr(factory, method)]
+            if missing:
+                raise key_error("name", f"{self.name} lacks {', '.join(missing)}; see posttrain.envs.protocol.Env")
+        try:
+            check_options(factory, self.options, self.name)
+        except ConfigError as error:
+            raise key_error("options", str(error)) from None
         return self
 
 
@@ -137,21 +152,6 @@ class SamplingConfig(Section):
                     key, f"{value} would train on other probabilities than it sampled with; set it to {off}"
                 )
         return self
-
-
-class RewardConfig(Section):
-    """The reward function: a name of `posttrain.rewards` or "path.py:function", unless a task names its own."""
-
-    name: str = "em"
-    options: dict[str, Any] = Field(default={})
-
-
-class CriticConfig(Section):
-    """The value model of PPO; starts from the policy's weights unless `path` is given."""
-
-    path: str | None = None
-    optimizer: OptimizerConfig = OptimizerConfig.model_validate({})
-    clip: PositiveFloat | None = 0.2
 
 
 class AlgorithmConfig(Section):
@@ -318,8 +318,13 @@ def _check_data(config: RLConfig) -> None:
 
 
 def _check_env(config: RLConfig) -> None:
-    if config.env.name == "search" and config.retrieval is None:
-        raise key_error("env.name", "search needs a `retrieval:` section with an index, a corpus or a url")
+    name, needed = config.env.name, config.env.takes_retriever
+    if needed and config.retrieval is None:
+        raise key_error("env", f"{name} searches: add a `retrieval:` section with an index, a corpus or a url")
+    if needed and "top_k" in config.env.options:
+        raise key_error("env.options.top_k", "how many passages a search returns is retrieval.top_k; set it there")
+    if config.retrieval is not None and not needed:
+        raise key_error("retrieval", f"the env {name} takes no retriever; remove this section or choose another env")
 
 
 def _check_best(config: RLConfig) -> None:

@@ -70,10 +70,10 @@ def test_an_undeclared_metric_names_the_nearest():
 @pytest.mark.parametrize(
     ("key", "options", "message"),
     [
-        ("reward/mean", {}, "counts per episode: record it without an id"),
-        ("train/loss", {"id": "a"}, "counts per step: record it with an id"),
-        ("train/entropy", {}, "counts per token: record it without a count"),
-        ("train/loss", {"count": 3}, "counts per step: record it with a count"),
+        ("reward/mean", {}, "counts per episode: record it with an id"),
+        ("train/loss", {"id": "a"}, "counts per step: record it without an id"),
+        ("train/entropy", {}, "counts per token: record it with a count"),
+        ("train/loss", {"count": 3}, "counts per step: record it without a count"),
     ],
 )
 def test_a_value_is_recorded_with_its_unit(key: str, options: dict, message: str):

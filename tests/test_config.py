@@ -1,0 +1,209 @@
+"""An RL config is complete and consistent before anything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.algorithms import ADVANTAGES, LOSSES
+from posttrain.config import ConfigError, RLConfig, config_yaml, key_names, load_config, parse_config, plan_of
+
+BASE = """
+run: {name: tiny, seed: 3, steps: 10}
+model: {path: models/tiny}
+data: {train: train.parquet, eval: eval.jsonl}
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def run(*overrides: str, text: str = BASE) -> RLConfig:
+        path = tmp_path / "rl.yaml"
+        path.write_text(text)
+        return load_config(RLConfig, path, overrides)
+
+    return run
+
+
+def refused(load, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return str(caught.value)
+
+
+def test_a_short_config_has_working_defaults(load):
+    config = load()
+    assert config.run.directory == Path("runs/tiny")
+    assert (config.algorithm.advantage, config.algorithm.loss, config.env.name) == ("grpo", "ppo_clip", "single_turn")
+    assert config.evaluates
+    assert load("run.dir=/some/where").run.directory == Path("/some/where")
+
+
+def test_a_resolved_config_loads_back_equal(load, tmp_path: Path):
+    config = load(
+        "env.name=search",
+        "retrieval={corpus: c.jsonl, top_k: 2}",
+        "algorithm={clip_high: 0.28, std: none, kl_coef: 1e-3}",
+        "data.train=[{path: a.parquet, weight: 2, where: {level: [1, 2]}}, {path: b.jsonl, weight: 1.5}]",
+        "checkpoint={keep_best: eval/reward, every: 4}",
+        "eval.every=2",
+    )
+    (tmp_path / "saved.yaml").write_text(config_yaml(config))
+    assert load_config(RLConfig, tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch.sample_per_prompt=4", "Did you mean 'batch.samples_per_prompt'?"),
+        ("optimizer.learning_rat=1", "Known here: betas, eps, lr"),
+        ("algorithm.clip_hi=0.2", "Did you mean 'algorithm.clip_high'?"),
+        ("limits.max_turn=4", "Did you mean 'limits.max_turns'?"),
+        ("data.trian=x.parquet", "Did you mean 'data.train'?"),
+        ("data.train=[{path: a, weigth: 1}]", "Did you mean 'data.train[0].weight'?"),
+        ("model.pth=x", "Did you mean 'model.path'?"),
+        ("critic.value_clp=0.1", "Did you mean 'critic.value_clip'?"),
+        ("reward.optons={}", "Did you mean 'reward.options'?"),
+        ("retrieval.topk=3", "Did you mean 'retrieval.top_k'?"),
+        ("checkpoint.keep_bets=x", "Did you mean 'checkpoint.keep_best'?"),
+        ("eval.evry=1", "Did you mean 'eval.every'?"),
+        ("sampling.temprature=1", "Did you mean 'sampling.temperature'?"),
+        ("env.nme=x", "Did you mean 'env.name'?"),
+        ("run.step=1", "Did you mean 'run.steps'?"),
+    ],
+)
+def test_p126_misspelt_keys_of_every_section(load, override: str, message: str):
+    assert message in refused(load, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.advantage=gpro", "algorithm.advantage: unknown advantage 'gpro'. Did you mean 'grpo'?"),
+        ("algorithm.loss=ppo_clp", "Did you mean 'ppo_clip'?"),
+        ("algorithm.aggregate=tokenmean", "Did you mean 'token_mean'?"),
+        ("algorithm.kl_estimator=k9", "algorithm.kl_estimator: unknown kl_estimator 'k9'"),
+        ("env.name=serach", "env.name: unknown env 'serach'. Did you mean 'search'?"),
+        ("reward.name=emm", "unknown reward 'emm'"),
+        ("run.sinks=[wandd]", "Did you mean 'wandb'?"),
+        ("checkpoint.keep_best=eval/rewrad", "did you mean 'eval/reward'"),
+    ],
+)
+def test_misspelt_names_of_functions(load, override: str, message: str):
+    assert message in refused(load, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["batch.samples_per_prompt=1"], "batch.samples_per_prompt: grpo compares the episodes of one prompt"),
+        (["batch={prompts_per_step: 6, prompts_per_mini_batch: 4}"], "batch.prompts_per_mini_batch: 4 does not divide"),
+        (["sampling.top_p=0.9"], "sampling.top_p: 0.9 would train on other probabilities"),
+        (["sampling.top_k=20"], "sampling.top_k: 20 would train on other probabilities"),
+        (["sampling.temperature=0"], "sampling.temperature: Input should be greater than 0"),
+        (["batch.tokens_per_micro_batch=512"], "512 tokens cannot hold an episode of limits.max_episode_tokens = 4096"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma: no chosen function takes it (grpo, ppo_clip, token_mean, k3)"),
+        (["algorithm.options={mine: 1}"], "algorithm.options.mine: no chosen function takes it"),
+        (["algorithm.advantage=gae"], "gae needs values: add a `critic:` section"),
+        (["critic={}"], "critic: grpo uses no critic"),
+        (["env.name=search"], "env: search searches: add a `retrieval:` section"),
+        (["retrieval.url=http://localhost:8000"], "retrieval: the env single_turn takes no retriever"),
+        (["env={name: search, options: {top_k: 2}}", "retrieval.corpus=c"], "env.options.top_k"),
+        (["env.options.max_trns=2", "env.name=search", "retrieval.corpus=c"], "Did you mean 'max_turns'?"),
+        (["retrieval={corpus: a, url: b}"], "exactly one of corpus, index and url"),
+        (["data.train=[]"], "data.train names no files"),
+        (["data.eval=[]", "eval.every=2"], "eval: there is nothing to evaluate on"),
+        (["data.eval=[]", "checkpoint.keep_best=eval/reward"], "checkpoint.keep_best: nothing measures it"),
+        (["checkpoint={keep_best: eval/reward, every: 5}", "eval.every=2"], "5 is no multiple of eval.every = 2"),
+        (["run.name=a/b"], "run.name: String should match pattern"),
+    ],
+)
+def test_values_that_do_not_fit_together(load, overrides: list[str], message: str):
+    assert message in refused(load, *overrides)
+
+
+def test_comparisons_name_the_line_in_the_file(load):
+    with pytest.raises(ConfigError, match=r"rl.yaml:6: batch.samples_per_prompt: grpo compares"):
+        load(text=BASE + "batch:\n  samples_per_prompt: 1\n")
+    with pytest.raises(ConfigError, match=r"rl.yaml:7: env.options: unknown option of search 'max_trns'"):
+        load(text=BASE + "env:\n  name: search\n  options: {max_trns: 1}\n")
+
+
+def test_p88_a_group_of_one_is_allowed_where_no_group_is_compared(load):
+    config = load("batch.samples_per_prompt=1", "algorithm.advantage=gae", "critic={}")
+    assert config.batch.samples_per_prompt == 1
+
+
+def test_options_reach_the_functions_that_take_them(load):
+    algorithm = load("algorithm={clip_low: 0.1, clip_high: 0.3, std: population}").algorithm
+    assert algorithm.functions["advantage"] is ADVANTAGES["grpo"]
+    assert algorithm.functions["loss"] is LOSSES["ppo_clip"]
+    assert algorithm.options_of("advantage") == {"std": "population"}
+    assert algorithm.options_of("loss") == {"clip_low": 0.1, "clip_high": 0.3}
+    assert algorithm.options_of("aggregate") == {}
+
+
+def test_own_functions_and_envs_by_file(load, tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def loss(logprobs, old_logprobs, advantages, mask, episode_index, *, sharpness=1.0): ...\n"
+        "class World:\n    stop_strings = ()\n    max_turns = 1\n    def __init__(self, size=3): ...\n"
+        "    async def reset(self, task): ...\n    async def step(self, action): ...\n    async def close(self): ...\n"
+        "class Half:\n    async def reset(self, task): ...\n"
+    )
+    config = load(
+        f"algorithm={{loss: '{path}:loss', options: {{sharpness: 2}}}}",
+        f"env={{name: '{path}:World', options: {{size: 4}}}}",
+    )
+    assert config.algorithm.options_of("loss") == {"sharpness": 2}
+    assert not config.env.takes_retriever
+    assert config.env.factory(**config.env.options).max_turns == 1
+    assert "lacks step, close" in refused(load, f"env.name={path}:Half")
+    assert "Did you mean 'World'?" in refused(load, f"env.name={path}:Wrld")
+
+
+def test_p128_plan_counts_optimizer_steps_and_moves_the_rate_by_them(load):
+    config = load(
+        "run.steps=10",
+        "batch={prompts_per_step: 64, samples_per_prompt: 8, prompts_per_mini_batch: 16, epochs: 3}",
+        "optimizer={lr: 1e-3, schedule: linear, warmup_optimizer_steps: 20}",
+        "eval.every=5",
+        "checkpoint.every=4",
+    )
+    plan = plan_of(config, train_tasks=320)
+    assert plan.optimizer_steps == 10 * 3 * 4
+    assert plan.lr_first == pytest.approx(1e-3 / 20)
+    assert plan.lr_last == pytest.approx(0.0, abs=1e-12)
+    assert plan.eval_steps == (0, 5, 10)
+    assert plan.checkpoint_steps == (4, 8, 10)
+    assert plan_of(load("data.eval=[]"), train_tasks=320).eval_steps == ()
+
+
+def test_sections_are_closed_and_frozen():
+    """Every model in the tree refuses unknown keys and later writes."""
+    from posttrain.runs.config_file import _models_in
+
+    seen = set()
+    waiting = [RLConfig]
+    while waiting:
+        model = waiting.pop()
+        if model in seen:
+            continue
+        seen.add(model)
+        assert model.model_config.get("extra") == "forbid", f"{model.__name__} takes unknown keys"
+        assert model.model_config.get("frozen") is True, f"{model.__name__} can be written to"
+        for info in model.model_fields.values():
+            waiting.extend(_models_in(info.annotation))
+    assert len(seen) > 12
+
+
+def test_key_names_are_what_a_user_can_set():
+    names = key_names(RLConfig)
+    for key in ("run.seed", "run.steps", "run.dir", "checkpoint.every", "batch.tokens_per_micro_batch", "optimizer.lr"):
+        assert key in names
+
+
+def test_configs_made_in_code_get_the_same_checks():
+    with pytest.raises(ConfigError, match="config: section 'model' is missing"):
+        parse_config(RLConfig, {"data": {"train": "a"}})
