@@ -267,6 +267,30 @@ def test_an_answer_that_is_no_step_is_an_env_error_that_shows_it(answer: object)
     assert repr(answer) in trajectory.outcome.detail
 
 
+def test_an_env_that_is_not_async_or_takes_other_arguments_is_an_env_error() -> None:
+    class Sync(Told):
+        def reset(self, task: Task) -> Observation:  # type: ignore[override]
+            return Observation()
+
+    class Other(Told):
+        async def step(self, action: Action, more: int) -> Step:  # type: ignore[override]
+            return Step(done=True)
+
+    for env, said in ((Sync(), "awaitable"), (Other(), "more")):
+        (trajectory,) = roll(spec(["one"], lambda task, env=env: env))
+        assert isinstance(trajectory.outcome, Invalid)
+        assert trajectory.outcome.reason == "env_error"
+        assert said in trajectory.outcome.detail
+
+
+def test_an_observation_that_cannot_be_rendered_is_an_env_error() -> None:
+    parts = ({"role": "user", "content": [{"type": "image", "image": "x.png"}]},)
+    (trajectory,) = roll(spec(["one"], lambda task: Told(Step(observation=Observation(messages=parts)))))
+    assert isinstance(trajectory.outcome, Invalid)
+    assert trajectory.outcome.reason == "env_error"
+    assert "cannot be rendered" in trajectory.outcome.detail
+
+
 @pytest.mark.parametrize(("reward", "reason"), [(float("nan"), "non_finite_reward"), ("1.0", "env_error")])
 def test_an_env_reward_that_is_no_number_is_invalid(reward: Any, reason: str) -> None:
     (trajectory,) = roll(spec(["one"], lambda task: Told(Step(reward=reward, done=True))))

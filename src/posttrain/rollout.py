@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from posttrain.chat import ChatError
 from posttrain.envs.budget import ObservationCutter, TextCodec
 from posttrain.envs.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.protocol import Action, Env, Observation, Step
@@ -212,7 +213,7 @@ class _EpisodeRun:
         return self.trajectories
 
     async def _play(self, env: Env) -> None:
-        observation = await self._call(env.reset(self.task), Observation)
+        observation = await self._call(env.reset, self.task, Observation)
         self._begin(env, observation)
         max_turns = min(env.max_turns, self.limits.max_turns or env.max_turns)
         for turn in range(max_turns):
@@ -222,7 +223,7 @@ class _EpisodeRun:
             step = await self._take_turn(env)
             if step.done:
                 return None
-            if turn + 1 < max_turns and step.observation is not None and not self._observe(step.observation):
+            if turn + 1 < max_turns and step.observation is not None and not self._show(step.observation):
                 return self._end(StopReason.CONTEXT_FULL)
         return self._end(StopReason.MAX_TURNS)
 
@@ -236,7 +237,7 @@ class _EpisodeRun:
             limit = f"max_prompt_tokens={self.limits.max_prompt_tokens}"
             raise EpisodeInvalid("prompt_too_long", f"the prompt has {len(ids)} tokens, {limit}")
         text = replace(observation, messages=(), history=())
-        if text != Observation() and not self._observe(text):
+        if text != Observation() and not self._show(text):
             raise EpisodeInvalid("prompt_too_long", "prompt and first observation fill max_episode_tokens")
 
     async def _take_turn(self, env: Env) -> Step:
@@ -246,7 +247,7 @@ class _EpisodeRun:
         trajectory.turns.append(turn)
         while True:
             await self._sample_into(turn, env)
-            step = await self._call(env.step(self._action(turn)), Step)
+            step = await self._call(env.step, self._action(turn), Step)
             turn.calls += step.calls
             self._credit(step, turn)
             if step.info:
@@ -322,8 +323,14 @@ class _EpisodeRun:
         rewards = self._rewards[-1]
         rewards[turn.end - 1] = rewards.get(turn.end - 1, 0.0) + outcome.value
 
-    def _observe(self, observation: Observation) -> bool:
+    def _show(self, observation: Observation) -> bool:
         """Appends what the env shows. False, with nothing appended, when no room for a token would be left."""
+        try:
+            return self._append(observation)
+        except ChatError as error:
+            raise EpisodeInvalid("env_error", f"the observation cannot be rendered: {error}") from error
+
+    def _append(self, observation: Observation) -> bool:
         if observation.history:
             ids = self.codec.prompt([*observation.history, *observation.messages])
             if len(ids) >= self.limits.max_episode_tokens:
@@ -381,11 +388,11 @@ class _EpisodeRun:
         except Exception as error:
             raise EpisodeInvalid("env_error", f"make_env: {type(error).__name__}: {error}") from error
 
-    async def _call(self, call: Awaitable[Any], expected: type[T]) -> T:
-        """Awaits a call of the env under the nearest deadline; its exceptions become EpisodeInvalid("env_error")."""
+    async def _call(self, method: Callable[[Any], Awaitable[Any]], argument: Any, expected: type[T]) -> T:
+        """Calls the env under the nearest deadline; its exceptions become EpisodeInvalid("env_error")."""
         ends, name = self._nearest(ends_in(self.limits.call_seconds))
         try:
-            answer = await within(call, ends)
+            answer = await within(method(argument), ends)
         except DeadlinePassed:
             raise DeadlinePassed(f"{name} passed in the env") from None
         except EpisodeInvalid:
