@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from posttrain.location import is_location
+
 Scalar = str | int | float | bool
 GLOB_CHARACTERS = frozenset("*?[")
 
@@ -37,7 +39,9 @@ class SourceConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: Annotated[tuple[str, ...], BeforeValidator(_one_as_many), Field(min_length=1)]  # files or globs
+    path: Annotated[tuple[str, ...], BeforeValidator(_one_as_many), Field(min_length=1)]
+    # files, globs, or the location of a function that returns rows ("pkg.mod:function", "path.py:function")
+    options: dict[str, Any] = {}  # keyword arguments of such a function
     name: str = ""  # default: the file's name without extensions; with a glob, its folder's name
     weight: float | None = Field(
         default=None, gt=0, allow_inf_nan=False
@@ -68,8 +72,16 @@ class SourceConfig(BaseModel):
             raise ValueError(f"prompt_template {template!r} names no column, so that every prompt would be the same")
         return template
 
+    @model_validator(mode="after")
+    def _options_have_a_function(self) -> SourceConfig:
+        if self.options and not any(is_location(path) for path in self.path):
+            raise ValueError(f"options are arguments of a function, but path {list(self.path)} names files only")
+        return self
+
     @property
     def default_name(self) -> str:
+        if is_location(self.path[0]):
+            return self.path[0].rpartition(":")[2]
         first = PurePath(self.path[0])
         globbed = next((i for i, part in enumerate(first.parts) if GLOB_CHARACTERS & set(part)), None)
         if globbed is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +17,9 @@ from posttrain.data.draft import CheckAnswer, TaskMaker, find_columns
 from posttrain.data.fields import MISSING, ends_in_reply, lookup, plain
 from posttrain.data.ids import bad_ids, content_digest, content_ids
 from posttrain.data.problems import DataError, FieldError, Problem, show, summarize
-from posttrain.data.rows import Row, find_files, read_rows
+from posttrain.data.rows import Row, call_for_rows, find_files, read_rows
 from posttrain.data.taskset import Overlong, SourceReport, TaskSet, TaskSource
+from posttrain.location import is_location
 from posttrain.task import Task
 
 Measure = Callable[[Task], int]  # tokens of the prompt exactly as it will be sent, tool schemas included
@@ -100,9 +102,11 @@ class _Loaded:
 
 
 def _file_rows(source: SourceConfig, root: Path) -> _Rows:
-    files = find_files(source.path, root)
-    found = _Rows(files=tuple(str(file) for file in files), rows=iter(()))
-    found.rows = (row for file in files for row in read_rows(file, found.problems.append))
+    functions = [path for path in source.path if is_location(path)]
+    files = find_files([path for path in source.path if path not in functions], root)
+    found = _Rows(files=(*functions, *(str(file) for file in files)), rows=iter(()))
+    made = (row for location in functions for row in call_for_rows(location, source.options))
+    found.rows = chain(made, (row for file in files for row in read_rows(file, found.problems.append)))
     return found
 
 

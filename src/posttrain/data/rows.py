@@ -7,7 +7,7 @@ import glob
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from posttrain.data.config import GLOB_CHARACTERS
 from posttrain.data.problems import DataError, Problem, show
+from posttrain.location import LocationError, locate
 
 READ_ROWS = 2048  # rows decoded at a time
 LFS_HEAD = b"version https://git-lfs"
@@ -28,6 +29,21 @@ class Row:
 
     where: str
     values: dict[str, Any]
+
+
+def call_for_rows(location: str, options: Mapping[str, Any]) -> list[Row]:
+    """The rows that the user's function returns. Raises DataError when it is not there, fails, or returns other things."""
+    try:
+        rows = locate(location)(**options)
+    except LocationError as error:
+        raise DataError(f"data path {location!r}: {error}") from error
+    except TypeError as error:
+        raise DataError(f"{location}({', '.join(options)}) cannot be called so: {error}") from error
+    listed = list(rows)
+    for number, row in enumerate(listed):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{location} returned {show(row)} as row {number} (from 0); expected a dict of columns")
+    return [Row(f"{location} row {number} (from 0)", dict(row)) for number, row in enumerate(listed)]
 
 
 def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
