@@ -23,7 +23,7 @@ class CriticConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str | None = Field(default=None, description="a model directory or hub id; None = start from the policy's weights")
+    path: str | None = Field(default=None, description="directory or hub id; None = the policy's weights")
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     warmup_steps: int = Field(default=0, ge=0, description="first steps in which only the critic learns")
     value_clip: float | None = Field(default=0.2, gt=0, description="clip of the value around its old one; None = none")

@@ -23,7 +23,9 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str = Field(description="a directory in Hugging Face layout (config.json, *.safetensors), or a hub id")
-    dtype: Literal["float32", "bfloat16", "auto"] = Field(default="auto", description="auto: bfloat16 on CUDA, float32 on CPU")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+        default="auto", description="auto: bfloat16 on CUDA, float32 on CPU"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = Field(default=False, description="trade one more forward for activation memory")
 

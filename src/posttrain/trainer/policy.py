@@ -6,7 +6,6 @@ segment before t) at `temperature`, 0.0 where `loss_mask` is False.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from posttrain.packing import Batch
 from posttrain.trainer.attention import AttentionContext, PackedAttention, VarlenAttention, layout_of, use_varlen
+from posttrain.trainer.checks import check_policy
 from posttrain.trainer.fused import LogitsRule, fused_logprobs
 from posttrain.trainer.loading import ModelConfig, ModelError, build_module, load_module, pick_device, pick_dtype
 
@@ -181,61 +181,3 @@ def logits_rule(module: nn.Module) -> LogitsRule:
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)
     return LogitsRule(scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
-
-
-CHECK_LENGTHS = (5, 9, 3)
-CHECK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-
-
-@torch.no_grad()
-def check_policy(policy: Policy, lengths: Sequence[int] = CHECK_LENGTHS) -> None:
-    """Packed, fused log-probs of a few random tokens must equal the model's own, one sequence at a time.
-
-    Catches architectures that post-process logits, carry state besides attention, or express windows as masks only.
-    Raises ModelError.
-    """
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(policy.config.vocab_size, (n,), generator=generator) for n in lengths]
-    batch = probe_batch(ids)
-    packed = policy.logprobs(batch).cpu()
-    plain = torch.cat([plain_logprobs(policy.module, sequence.to(policy.device)).cpu() for sequence in ids])
-    gap = (packed - plain).abs().max().item()
-    if not gap <= CHECK_TOLERANCE[policy.dtype]:
-        raise ModelError(
-            f"{type(policy.module).__name__}: packed log-probs differ from the model's own by {gap:.3g} "
-            f"(allowed {CHECK_TOLERANCE[policy.dtype]}); this architecture does something to its logits, or between "
-            "tokens, that the trainer does not know of"
-        )
-
-
-def plain_logprobs(module: nn.Module, token_ids: Tensor) -> Tensor:
-    """[L] log-probs by the model's own forward with transformers' eager attention, 0.0 at the first token."""
-    own = module.config._attn_implementation  # type: ignore[union-attr]
-    module.set_attn_implementation("eager")  # type: ignore[operator]
-    try:
-        logits = module(input_ids=token_ids[None], use_cache=False).logits[0].float()
-    finally:
-        module.set_attn_implementation(own)  # type: ignore[operator]
-    following = logits[:-1].log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
-    return torch.cat([following.new_zeros(1), following])
-
-
-def probe_batch(sequences: Sequence[Tensor]) -> Batch:
-    """A batch of bare token lists in which everything but first tokens counts as written by the policy."""
-    lengths = [len(sequence) for sequence in sequences]
-    repeats = torch.tensor(lengths)
-    segments = torch.arange(len(lengths)).repeat_interleave(repeats)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    count = sum(lengths)
-    return Batch(
-        token_ids=torch.cat(list(sequences)),
-        positions=positions,
-        segment_ids=segments,
-        loss_mask=positions > 0,
-        episode_index=segments,
-        group_index=segments,
-        rollout_logprobs=torch.full((count,), float("nan")),
-        policy_versions=torch.where(positions > 0, 0, -1),
-        rewards=torch.zeros(count),
-        lengths=lengths,
-    )

@@ -1,0 +1,108 @@
+"""Layouts, and packed attention against softmax written out per segment."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from posttrain.trainer import attention
+from posttrain.trainer.attention import PackedAttention, layout_of, refuse_unsupported, use_varlen
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=30))
+def test_every_token_has_one_row_and_padding_is_bounded(lengths: list[int]) -> None:
+    layout = layout_of(lengths, CPU)
+    total, rows = sum(lengths), len(layout.token_of_row)
+    assert torch.equal(layout.token_of_row[layout.row_of_token], torch.arange(total))
+    assert rows == sum(bucket.count * bucket.length for bucket in layout.buckets)
+    assert rows - total <= sum(max(3, length // 8) for length in lengths)
+    for first, second in pairwise(layout.buckets):
+        assert second.start == first.start + first.count * first.length
+    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    for start, length in zip(starts.tolist(), lengths, strict=True):
+        rows_of_segment = layout.row_of_token[start : start + length]
+        assert torch.equal(rows_of_segment, rows_of_segment[0] + torch.arange(length))
+
+
+def test_without_padding_rows_are_tokens() -> None:
+    layout = layout_of([3, 1, 2], CPU, pad=False)
+    assert layout.token_of_row.tolist() == layout.row_of_token.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None):
+    """[H, L, D] each: one segment, one head at a time."""
+    out = torch.zeros_like(q)
+    groups = q.shape[0] // k.shape[0]
+    for h in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            first = 0 if window is None else max(0, t - window + 1)
+            scores = k[h // groups, first : t + 1] @ q[h, t] * 0.3
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            sink = torch.tensor([]) if sinks is None else sinks[h : h + 1]
+            out[h, t] = torch.cat([scores, sink]).softmax(0)[: t + 1 - first] @ v[h // groups, first : t + 1]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_equals_the_sum_written_out(
+    window: int | None, softcap: float | None, with_sinks: bool, kv_heads: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 2, 9, 7, 8]
+    q = torch.randn(4, sum(lengths), 6, generator=generator)
+    k, v = torch.randn(2, kv_heads, sum(lengths), 6, generator=generator)
+    sinks = torch.randn(4, generator=generator) if with_sinks else None
+    layout = layout_of(lengths, CPU)
+    rows = layout.token_of_row
+    ours = PackedAttention(layout).attend(
+        0, q[None, :, rows], k[None, :, rows], v[None, :, rows], scaling=0.3, sliding_window=window,
+        softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    parts = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
+    expected = torch.cat([written_out(*part, window, softcap, sinks) for part in parts], dim=1)
+    assert ours.shape == (1, len(rows), 4, 6)
+    assert torch.allclose(ours[0, layout.row_of_token], expected.transpose(0, 1), atol=1e-5)
+
+
+def test_what_would_change_the_result_is_refused() -> None:
+    class Bidirectional(torch.nn.Module):
+        is_causal = False
+
+    with pytest.raises(NotImplementedError, match="not causal"):
+        refuse_unsupported(Bidirectional(), None, {})
+    with pytest.raises(NotImplementedError, match="position_bias"):
+        refuse_unsupported(torch.nn.Identity(), None, {"position_bias": torch.zeros(1)})
+    with pytest.raises(NotImplementedError, match="attention mask"):
+        refuse_unsupported(torch.nn.Identity(), torch.zeros(1), {})
+
+
+def test_transformers_knows_the_function_and_builds_no_mask_for_it() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    assert ALL_ATTENTION_FUNCTIONS[attention.NAME] is attention.attention_forward
+    assert attention.NAME not in ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def test_varlen_is_for_half_precision_on_cuda_without_soft_caps() -> None:
+    class Config:
+        num_attention_heads, hidden_size, head_dim, attn_logit_softcapping = 4, 256, 64, None
+
+    assert not use_varlen(CPU, torch.float32, Config)
+    if attention.varlen_attn is not None:
+        cuda = torch.device("cuda")
+        assert use_varlen(cuda, torch.bfloat16, Config)
+        assert not use_varlen(cuda, torch.float32, Config)
+        Config.attn_logit_softcapping = 50.0
+        assert not use_varlen(cuda, torch.bfloat16, Config)
