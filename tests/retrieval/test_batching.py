@@ -16,13 +16,14 @@ def echo(queries: Sequence[str], top_k: int) -> list[list[Passage]]:
 class Recorder:
     """A search that answers with the query and refuses the word "bad" as a server would."""
 
-    def __init__(self, status: int = 422) -> None:
+    def __init__(self, status: int = 422, seconds: float = 0.01) -> None:
         self.batches: list[tuple[list[str], int]] = []
         self.status = status
+        self.seconds = seconds
 
     async def __call__(self, queries: list[str], top_k: int) -> list[list[Passage]]:
         self.batches.append((queries, top_k))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.seconds)
         if "bad" in queries:
             raise RetrievalError("http_status", "refused", status=self.status, transient=False)
         return echo(queries, top_k)
@@ -42,7 +43,7 @@ def test_concurrent_calls_share_a_batch_and_equal_queries_travel_once():
 
 
 def test_a_query_in_flight_is_joined():
-    search = Recorder()
+    search = Recorder(seconds=0.3)
 
     async def run() -> None:
         batches = Coalescer(search, max_queries=10)
@@ -64,11 +65,27 @@ def test_batches_are_bounded():
     assert [len(queries) for queries, _ in search.batches] == [3, 3, 2]
 
 
+def test_what_comes_while_all_places_are_taken_shares_the_next_batch():
+    search = Recorder(seconds=0.3)
+
+    async def run() -> None:
+        batches = Coalescer(search, max_queries=10, max_running=1)
+        calls = [asyncio.create_task(batches.submit(["a"], 1))]
+        await asyncio.sleep(0.005)
+        for word in "bcd":
+            calls.append(asyncio.create_task(batches.submit([word], 1)))
+            await asyncio.sleep(0)
+        assert await asyncio.gather(*calls) == [echo([word], 1) for word in "abcd"]
+
+    asyncio.run(run())
+    assert search.batches == [(["a"], 1), (["b", "c", "d"], 1)]
+
+
 def test_a_window_collects_later_calls():
     search = Recorder()
 
     async def run() -> None:
-        batches = Coalescer(search, max_queries=10, window_seconds=0.05)
+        batches = Coalescer(search, max_queries=10, window_seconds=0.3)
         first = asyncio.create_task(batches.submit(["a"], 1))
         await asyncio.sleep(0.01)
         await asyncio.gather(first, batches.submit(["b"], 1))
@@ -114,7 +131,7 @@ def test_a_defect_reaches_every_caller():
 
 
 def test_a_caller_that_gives_up_does_not_take_the_others_along():
-    search = Recorder()
+    search = Recorder(seconds=0.3)
 
     async def run() -> list[list[Passage]]:
         batches = Coalescer(search, max_queries=10)
@@ -130,7 +147,7 @@ def test_a_caller_that_gives_up_does_not_take_the_others_along():
 
 
 def test_closing_tells_those_who_wait_and_leaves_it_usable():
-    search = Recorder()
+    search = Recorder(seconds=0.3)
 
     async def run() -> list[list[Passage]]:
         batches = Coalescer(search, max_queries=10)

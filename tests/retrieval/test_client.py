@@ -129,15 +129,15 @@ def test_p59_a_server_that_is_down():
 
 @pytest.mark.parametrize("trouble", [hang, drip])
 def test_a_slow_server_costs_no_more_than_the_deadline(trouble: Reply):
-    options = HttpOptions(deadline_seconds=0.5, attempt_seconds=0.2, max_attempts=10, backoff_seconds=0.01)
+    options = HttpOptions(deadline_seconds=1.2, attempt_seconds=0.5, max_attempts=10, backoff_seconds=0.01)
     with raw_server(trouble) as server:
         client = HttpRetriever(server.url, options)
         started = time.monotonic()
         error = failure(client)
         seconds = time.monotonic() - started
     assert error.kind == "timeout"
-    assert 0.3 < seconds < 1.5
-    assert 2 <= len(server.requests) <= 3
+    assert 1 < seconds < 4  # the machine may be busy
+    assert 2 <= client.counters.requests <= 3
 
 
 def test_a_hanging_attempt_is_tried_again():
@@ -186,7 +186,7 @@ def test_concurrent_calls_share_requests():
 
         answers = run(client, many)
     assert [found[0][0].contents for found in answers] == [f'"T"\nq{number % 80} 0' for number in range(160)]
-    assert [len(request["queries"]) for request in server.requests] == [50, 30]
+    assert sorted(len(request["queries"]) for request in server.requests) == [30, 50]
     assert (client.counters.calls, client.counters.queries, client.counters.requests) == (160, 160, 2)
 
 

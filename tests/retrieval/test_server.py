@@ -132,7 +132,7 @@ def test_concurrent_requests_are_searched_together():
     assert [response.json()["result"][0][0]["id"] for response in responses] == [*queries, *queries]
     assert sorted(query for batch in slow.batches for query in batch) == sorted(queries)  # each once
     assert max(len(batch) for batch in slow.batches) <= 16
-    assert len(slow.batches) < 40
+    assert len(slow.batches) <= 6  # what comes during the first search shares the next
 
 
 def test_a_retriever_that_fails_is_a_503():

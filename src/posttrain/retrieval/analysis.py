@@ -77,4 +77,4 @@ def _word_pattern() -> re.Pattern[str]:
     """Runs of word characters and combining marks; `\\w` alone would cut Hindi and Thai words at their vowel signs."""
     planes = (*range(0x300, 0x20000), *range(0xE0100, 0xE01F0))  # where Unicode keeps its marks
     marks = "".join(chr(code) for code in planes if unicodedata.category(chr(code))[0] == "M")
-    return re.compile(rf"[\w{marks}]+")
+    return re.compile(rf"\w+(?:[{marks}]+\w*)*")  # `[\w{marks}]+` is far slower: this tries marks only where \w ends

@@ -1,7 +1,8 @@
 """Joins concurrent searches on one event loop into batches, and equal queries into one.
 
 consumes: queries submitted by concurrent callers · waits for: `window_seconds` after the first of a batch (0 = until
-the loop has run everyone who is ready) · unblocked by: that timer · produces: one shared answer per distinct query.
+the loop has run everyone who is ready), then for one of `max_running` places · unblocked by: that timer, a batch that
+ends · produces: one shared answer per distinct query.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ _ABOUT_THE_REQUEST = (400, 413, 422)  # statuses that one query may bring upon i
 class Coalescer:
     """Lives on the event loop of its first `submit`.
 
-    A batch has at most `max_queries` queries of one `top_k`. When a batch is refused for what it holds, it is halved
-    until the refused query is alone, so that a query fails its own caller only.
+    A batch has at most `max_queries` queries of one `top_k`; at most `max_running` run at once, and what comes
+    meanwhile gathers for the next. When a batch is refused for what it holds, it is halved until the refused query is
+    alone, so that a query fails its own caller only.
     """
 
-    def __init__(self, search: Search, *, max_queries: int, window_seconds: float = 0.0) -> None:
+    def __init__(self, search: Search, *, max_queries: int, max_running: int = 16, window_seconds: float = 0.0) -> None:
         self._search = search
         self._max_queries = max_queries
+        self._max_running = max_running
         self._window_seconds = window_seconds
         self._answers: dict[tuple[str, int], Answer] = {}  # submitted and not answered yet
         self._unsent: dict[int, list[str]] = {}  # by top_k
@@ -43,6 +46,7 @@ class Coalescer:
 
     async def close(self) -> None:
         """Stops what is running; callers that still wait get a `RetrievalError`."""
+        self._unsent.clear()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -50,7 +54,6 @@ class Coalescer:
         for answer in self._answers.values():
             answer.set_exception(RetrievalError("connection", "the retriever was closed", transient=False))
         self._answers.clear()
-        self._unsent.clear()
 
     def _answer(self, query: str, top_k: int) -> Answer:
         known = self._answers.get((query, top_k))
@@ -66,12 +69,20 @@ class Coalescer:
         return answer
 
     def _send(self) -> None:
-        unsent, self._unsent = self._unsent, {}
-        for top_k, queries in unsent.items():
-            for start in range(0, len(queries), self._max_queries):
-                task = asyncio.ensure_future(self._run(queries[start : start + self._max_queries], top_k))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        while self._unsent and len(self._tasks) < self._max_running:
+            top_k, queries = next(iter(self._unsent.items()))
+            batch, rest = queries[: self._max_queries], queries[self._max_queries :]
+            del self._unsent[top_k]
+            if rest:
+                self._unsent[top_k] = rest  # behind the other kinds of query
+            task = asyncio.ensure_future(self._run(batch, top_k))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():  # cancelled: closed, or the loop is shutting down
+            self._send()
 
     async def _run(self, queries: list[str], top_k: int) -> None:
         try:

@@ -108,8 +108,9 @@ class HttpRetriever:
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None:
-            for closed in [known for known in self._sessions if known.is_closed()]:
-                del self._sessions[closed]
+            for known in list(self._sessions):  # a copy: other threads may add theirs meanwhile
+                if known.is_closed():
+                    self._sessions.pop(known, None)
             session = self._sessions[loop] = self._open_session()
             await anext(session.guard)
         return session
@@ -125,6 +126,7 @@ class HttpRetriever:
         coalescer = Coalescer(
             lambda queries, top_k: self._search(http, queries, top_k),
             max_queries=options.max_queries_per_request,
+            max_running=options.max_connections,
             window_seconds=options.batch_window_seconds,
         )
         return _Session(http, coalescer, _closing(http, coalescer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,7 +19,8 @@ class RetrievalConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    corpus: Path | None = None
+    corpus: Path | None = None  # a file, or a function that returns its rows ("pkg.mod:function", "path.py:function")
+    corpus_options: dict[str, Any] = {}  # keyword arguments of such a function
     index: Path | None = None
     url: str | None = None  # of a server that speaks Search-R1's POST /retrieve
     top_k: int = Field(default=3, ge=1)  # passages per query
@@ -47,4 +48,5 @@ def make_retriever(config: RetrievalConfig, *, seed: int | None = None) -> Retri
     if config.index is not None:
         return load_index(config.index)
     assert config.corpus is not None  # by construction
-    return BM25Retriever.from_passages(read_corpus(config.corpus, empty=config.empty), k1=config.k1, b=config.b)
+    passages = read_corpus(config.corpus, empty=config.empty, options=config.corpus_options)
+    return BM25Retriever.from_passages(passages, k1=config.k1, b=config.b)

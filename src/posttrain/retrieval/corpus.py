@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from posttrain.location import is_location, locate
 from posttrain.retrieval.protocol import Passage, quoted
 
 Row = tuple[int, Mapping[str, Any]]  # row number as people count (line of a jsonl file, else from 1), and its columns
@@ -38,15 +39,23 @@ class CorpusCounts:
     empty_dropped: int = 0
 
 
-def read_corpus(path: str | Path, *, empty: EmptyPolicy = "error") -> list[Passage]:
+def read_corpus(
+    path: str | Path, *, empty: EmptyPolicy = "error", options: Mapping[str, Any] | None = None
+) -> list[Passage]:
     """The whole corpus in memory; see `iter_corpus`."""
-    return list(iter_corpus(path, empty=empty))
+    return list(iter_corpus(path, empty=empty, options=options))
 
 
 def iter_corpus(
-    path: str | Path, *, empty: EmptyPolicy = "error", counts: CorpusCounts | None = None
+    path: str | Path,
+    *,
+    empty: EmptyPolicy = "error",
+    counts: CorpusCounts | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[Passage]:
     """Yields the passages in file order, counting into `counts`.
+
+    path: a file, or the location of a function ("pkg.mod:function") that takes `options` and returns the rows.
 
     Raises `CorpusError` for a missing, damaged or empty file, a row without the columns above, a repeated id, and
     (unless `empty` is "drop") a passage without a word.
@@ -55,7 +64,7 @@ def iter_corpus(
     counts = CorpusCounts() if counts is None else counts
     seen: dict[str, int] = {}
     numbered: bool | None = None  # are ids row numbers? decided by the first row
-    for number, row in _rows(path):
+    for number, row in _rows(path, options or {}):
         counts.rows += 1
         where = f"{path}, row {number}"
         raw_id = row.get("id", row.get("_id"))
@@ -121,7 +130,9 @@ def _has_words(row: Mapping[str, Any], passage: Passage) -> bool:
     return any(char.isalnum() for char in body)
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path, options: Mapping[str, Any]) -> Iterator[Row]:
+    if is_location(str(path)):
+        return enumerate(locate(str(path))(**options), start=1)
     name = path.name.removesuffix(".gz")
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
     reader = readers.get(Path(name).suffix)

@@ -63,11 +63,12 @@ def create_app(
 ) -> FastAPI:
     """The application; `about` is added to what `/healthz` says.
 
-    Requests that are in at the same time are searched together, `max_batch_queries` at once so that others get a turn.
+    One batch of at most `max_batch_queries` is searched at a time; requests that come meanwhile share the next ones,
+    and `/healthz` gets its turn between two.
     """
     app = FastAPI(title="posttrain retrieval", openapi_url=None)
     checked = limits or ServerLimits()
-    coalescer = Coalescer(retriever.retrieve, max_queries=max_batch_queries)
+    coalescer = Coalescer(retriever.retrieve, max_queries=max_batch_queries, max_running=1)
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]  (FastAPI calls it)
