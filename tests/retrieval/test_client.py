@@ -268,11 +268,17 @@ def test_connections_are_kept_between_calls_and_bounded():
 
 
 def test_a_cancelled_call_leaves_no_task_behind_once_closed():
-    with raw_server(hang) as server:
+    arrived = threading.Event()
+
+    async def tell_and_hang(request: dict[str, object], writer: asyncio.StreamWriter) -> None:
+        arrived.set()
+        await hang(request, writer)
+
+    with raw_server(tell_and_hang) as server:
 
         async def cancel(it: HttpRetriever) -> None:
             task = asyncio.create_task(it.retrieve(["x"], 1))
-            await asyncio.sleep(0.1)
+            await asyncio.to_thread(arrived.wait)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -8,6 +8,7 @@ its index is used.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from posttrain.retrieval.analysis import Analyzer, needs_bigrams
 from posttrain.retrieval.protocol import Passage, check_top_k
 
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets DEBUG, which would show in every program that logs
 ENGLISH_STOP_WORDS: tuple[str, ...] = tuple(bm25s.stopwords.STOPWORDS_EN)
 LANGUAGE_SAMPLE = 256  # passages that decide whether the corpus is of a script without spaces
 _CELLS_PER_CHUNK = 1 << 16  # queries x passages scored at once: 512 kB of float64 stays in the cache
