@@ -160,7 +160,7 @@ def test_own_functions_and_envs_by_file(load, tmp_path: Path):
     assert not config.env.takes_retriever
     assert config.env.factory(**config.env.options).max_turns == 1
     assert "lacks step, close" in refused(load, f"env.name={path}:Half")
-    assert "Did you mean 'World'?" in refused(load, f"env.name={path}:Wrld")
+    assert "did you mean 'World'?" in refused(load, f"env.name={path}:Wrld")
 
 
 def test_p128_plan_counts_optimizer_steps_and_moves_the_rate_by_them(load):

@@ -52,6 +52,7 @@ METRICS: dict[str, Metric] = {
     "rollout/total_tokens": Metric("episode", "mean", "all tokens of the episode"),
     "rollout/trajectories": Metric("episode", "mean", "token sequences; above 1 where history was rewritten"),
     "rollout/calls": Metric("episode", "mean", "tool calls attempted"),
+    "rollout/searches": Metric("episode", "mean", "searches attempted"),
     "rollout/calls/<status>": Metric("episode", "mean", "tool calls by what became of them"),
     "rollout/stop/<reason>": Metric("episode", "mean", "share of episodes that ended for this reason"),
     "rollout/tokens_cut": Metric("step", "sum", "tokens cut from observations and turns"),
@@ -106,6 +107,7 @@ METRICS: dict[str, Metric] = {
     "eval/scored": Metric("step", "sum", "evaluation episodes with a score"),
     "eval/invalid": Metric("step", "sum", "evaluation episodes that broke"),
     "eval/calls": Metric("episode", "mean", "tool calls attempted"),
+    "eval/searches": Metric("episode", "mean", "searches attempted"),
     "eval/turns": Metric("episode", "mean", "policy turns"),
     "eval/policy_tokens": Metric("episode", "mean", "tokens that the policy wrote"),
     # time and memory: not reproducible
@@ -161,9 +163,7 @@ class Metrics:
         if (id is not None) != (unit in ("episode", "group")):
             raise MetricError(f"{key} counts per {unit}: record it {'with' if id is None else 'without'} an id")
         if (count is not None) != (unit in ("turn", "token")):
-            raise MetricError(
-                f"{key} counts per {unit}: record it {'with' if count is None else 'without'} a count"
-            )
+            raise MetricError(f"{key} counts per {unit}: record it {'with' if count is None else 'without'} a count")
         if value is None:
             return
         values = self._recorded.setdefault(key, _Values())

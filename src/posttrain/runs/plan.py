@@ -23,6 +23,7 @@ class BatchConfig(Section):
     prompts_per_mini_batch: PositiveInt | None = None  # None = all prompts of the step, one update per epoch
     epochs: PositiveInt = 1  # passes over the episodes of a step
     tokens_per_micro_batch: PositiveInt = 8192  # memory only: changes no result
+    cpu_workers: PositiveInt = 2  # micro-batches worked on at once on a CPU; a GPU takes them one by one
 
     @property
     def mini_batch_prompts(self) -> int:
