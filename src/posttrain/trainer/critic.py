@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from posttrain.packing import Batch
-from posttrain.trainer.loading import ModelError, load_decoder, pick_device, pick_dtype
+from posttrain.trainer.loading import ModelError, load_decoder, no_progress_bars, pick_device, pick_dtype
 from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.policy import decoder_hidden_states, packed_hidden_states, scatter
 
@@ -92,7 +92,8 @@ class Critic:
         """Hugging Face layout of the decoder, and the head beside it."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
-        self.module.save_pretrained(target)  # type: ignore[operator]
+        with no_progress_bars():
+            self.module.save_pretrained(target)  # type: ignore[operator]
         save_file({name: tensor.contiguous() for name, tensor in self.head.state_dict().items()}, target / HEAD_FILE)
 
     def _load_head(self, file: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from posttrain.trainer import attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -22,7 +27,13 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(description="a directory in Hugging Face layout (config.json, *.safetensors), or a hub id")
+    path: str = Field(
+        description="a directory in Hugging Face layout (config.json, *.safetensors), the name of a model that is part "
+        "of this package, or a hub id"
+    )
+    thinking: Literal["keep", "strip_and_fork"] = Field(
+        default="keep", description="what becomes of earlier thinking where the chat template would drop it"
+    )
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
         default="auto", description="auto: bfloat16 on CUDA, float32 on CPU"
     )
@@ -69,12 +80,15 @@ def load_decoder(path: str | Path, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _load(auto_class: Any, path: str | Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    path = model_path(path)
     check_directory(path)
+    options = {"dtype": dtype, "attn_implementation": attention.NAME, "output_loading_info": True}
     try:
-        module, info = auto_class.from_pretrained(
-            str(path), dtype=dtype, attn_implementation=attention.NAME, use_safetensors=True, output_loading_info=True
-        )
-    except OSError as error:
+        with no_progress_bars():
+            module, info = auto_class.from_pretrained(
+                str(path), use_safetensors=True, trust_remote_code=False, **options
+            )
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"no model at {str(path)!r}: it is no directory, and the hub did not give it either ({error}); "
             "set model.path to a directory with config.json and *.safetensors"
@@ -88,11 +102,29 @@ def _load(auto_class: Any, path: str | Path, device: torch.device, dtype: torch.
     return module.to(device).eval()
 
 
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Transformers draws bars for reading and writing weights, across whatever display is running."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
 def build_module(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A randomly initialised model from a transformers config; seed torch first."""
     module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     switch_off_dropout(module)
     return module.to(device).eval()
+
+
+def model_path(path: str | Path) -> str:
+    """The directory of a model that is part of this package, when `path` is its name and no directory; else `path`."""
+    packaged = ASSETS / str(path)
+    return str(packaged) if not Path(path).exists() and (packaged / "config.json").is_file() else str(path)
 
 
 def check_directory(path: str | Path) -> None:
@@ -123,7 +155,7 @@ def check_directory(path: str | Path) -> None:
 def load_config(path: str | Path) -> Any:
     """The transformers config at `path`, after the same checks."""
     check_directory(path)
-    return AutoConfig.from_pretrained(str(path))
+    return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
 
 
 def switch_off_dropout(module: nn.Module) -> None:

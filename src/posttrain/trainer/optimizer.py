@@ -1,6 +1,6 @@
 """AdamW with a learning-rate schedule, gradient clipping and a guard against non-finite gradients.
 
-Every count here is in optimizer steps (updates). A skipped step changes nothing: no weight, no moment, no count.
+Every count here is in optimizer steps (updates). A skipped step changes no weight and no moment; the schedule moves on.
 Not here: the loss, and when to step.
 """
 
@@ -40,7 +40,7 @@ class StepReport:
 
     grad_norm: float  # before clipping; may be non-finite when skipped
     lr: float  # the rate used (that would have been used, when skipped)
-    skipped: bool  # non-finite gradients: weights and counters unchanged
+    skipped: bool  # non-finite gradients: weights and moments unchanged
 
 
 def lr_at(config: OptimizerConfig, step: int, total_steps: int | None = None) -> float:
@@ -63,7 +63,7 @@ def lr_at(config: OptimizerConfig, step: int, total_steps: int | None = None) ->
 
 
 class Optimizer:
-    """Steps named parameters; `steps_done` counts the updates that happened.
+    """Steps named parameters; `steps_done` counts the planned updates that are over, those left out included.
 
     Half-precision parameters get float32 master copies: at the learning rates of RL an update is smaller than the
     spacing of bfloat16 and would round to nothing. The moments are float32 then, too.
@@ -109,9 +109,13 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._step_masters()
-            self.steps_done += 1
         self.zero_grad()
+        self.pass_over()
         return StepReport(norm, lr, skipped)
+
+    def pass_over(self, count: int = 1) -> None:
+        """Planned updates without anything to learn from: the schedule moves on, weights and moments do not."""
+        self.steps_done += count
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All that a bit-exact resume needs, flat, for safetensors: `NAME/exp_avg`, `NAME/master`, .., `steps_done`."""

@@ -16,7 +16,15 @@ from posttrain.packing import Batch
 from posttrain.trainer.attention import AttentionContext, PackedAttention, VarlenAttention, layout_of, use_varlen
 from posttrain.trainer.checks import check_policy
 from posttrain.trainer.fused import LogitsRule, fused_logprobs
-from posttrain.trainer.loading import ModelConfig, ModelError, build_module, load_module, pick_device, pick_dtype
+from posttrain.trainer.loading import (
+    ModelConfig,
+    ModelError,
+    build_module,
+    load_module,
+    no_progress_bars,
+    pick_device,
+    pick_dtype,
+)
 
 
 class Policy:
@@ -101,7 +109,8 @@ class Policy:
         """Writes Hugging Face layout (config.json, model.safetensors); with a tokenizer, its files as they are."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
-        self.module.save_pretrained(target)  # type: ignore[operator]
+        with no_progress_bars():
+            self.module.save_pretrained(target)  # type: ignore[operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
 

@@ -1,0 +1,68 @@
+"""Gradients of micro-batches on threads: the same to the bit, whatever the number of workers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain.packing import Batch, micro_batches
+from posttrain.trainer.parallel import accumulate_gradients, in_threads
+
+from .batches import ragged_batch
+from .models import tiny_policy
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_any_number_of_workers_gives_the_gradients_of_backward(name: str) -> None:
+    parts = micro_batches(ragged_batch(), 32)
+    assert len(parts) >= 4
+    grads: list[list[Tensor]] = []
+    for workers in (0, 1, 2, 3):
+        policy = tiny_policy(name)
+        parameters = [p for _, p in policy.parameters()]
+
+        def loss_of(part: Batch, policy=policy) -> Tensor:
+            return (policy.logprobs(part) * 0.1).sum()
+
+        if workers == 0:
+            losses = [loss_of(part) for part in parts]
+            for loss in losses:
+                loss.backward()
+        else:
+            assert accumulate_gradients(loss_of, parts, parameters, workers=workers) == [x.item() for x in losses]
+        grads.append([p.grad for p in parameters if p.grad is not None])
+    for other in grads[1:]:
+        assert len(other) == len(grads[0])
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+
+
+def test_results_keep_the_order_and_threads_inherit_no_grad() -> None:
+    barrier = threading.Barrier(2, timeout=20)  # both workers must be at work at once
+
+    def work(item: int) -> tuple[int, bool]:
+        barrier.wait()
+        return item * item, torch.is_grad_enabled()
+
+    with torch.no_grad():
+        assert list(in_threads(work, [1, 2, 3, 4], workers=2)) == [(1, False), (4, False), (9, False), (16, False)]
+
+
+def test_an_error_on_a_thread_is_raised_here() -> None:
+    def work(item: int) -> float:
+        return 1 / item
+
+    with pytest.raises(ZeroDivisionError):
+        list(in_threads(work, [1, 0], workers=2))
+    with pytest.raises(ValueError, match="workers must be >= 1"):
+        list(in_threads(work, [1], workers=0))
+
+
+def test_unused_parameters_keep_no_gradient() -> None:
+    used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    accumulate_gradients(lambda scale: (used * scale).sum(), [1.0, 2.0], [used, unused])
+    assert unused.grad is None
+    assert used.grad is not None
+    assert used.grad.tolist() == [3.0, 3.0]
