@@ -60,7 +60,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     before = cumulative.gather(-1, block[:, None])[:, 0] - masses.gather(-1, block[:, None])[:, 0]
     inside = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0]
     token = _search(inside.cumsum(-1, dtype=torch.float64), target - before)
-    return block * BLOCK + token, total
+    return (block * BLOCK + token).clamp_max(size - 1), total
 
 
 def _search(cumulative: Tensor, target: Tensor) -> Tensor:

@@ -341,6 +341,7 @@ class Engine:
             if ends(request):
                 finished.append(request)
         self.stats.tokens_generated += len(requests)
+        self.stats.tokens_truncated_draw += sum(r.params.top_p < 1 or r.params.top_k > 0 for r in requests)
         return finished
 
     def _retire(self, request: Request) -> None:

@@ -16,7 +16,7 @@ so a resumed run repeats it bit by bit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -145,7 +145,8 @@ class NativeSampler:
                 for request in self.engine.step():
                     self._answer(request)
         except BaseException as error:
-            self._fail(error)
+            if self._task is asyncio.current_task():  # else: of a dead loop, and another has taken over
+                self._fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -157,7 +158,7 @@ class NativeSampler:
 
         asyncio's own loops show their queue of ready callbacks; when it is empty after our turn, nobody else can move.
         """
-        ready = getattr(self._loop, "_ready", None)
+        ready = self._ready_queue()
         quiet, seen = 0, self._submitted
         for _ in range(SETTLE_TURNS):
             await asyncio.sleep(0)
@@ -168,6 +169,10 @@ class NativeSampler:
             quiet, seen = (quiet + 1, seen) if seen == self._submitted else (0, self._submitted)
             if quiet >= QUIET_TURNS:
                 return
+
+    def _ready_queue(self) -> Collection[object] | None:
+        """What the loop is about to run, where the loop shows it (asyncio's own do, uvloop does not)."""
+        return getattr(self._loop, "_ready", None)
 
     def _answer(self, request: Request) -> None:
         caller = self._callers.pop(id(request), None)
