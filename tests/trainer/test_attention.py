@@ -13,6 +13,8 @@ from torch import Tensor
 from posttrain.trainer import attention
 from posttrain.trainer.attention import PackedAttention, layout_of, refuse_unsupported, use_varlen
 
+from .models import tiny_policy
+
 CPU = torch.device("cpu")
 
 
@@ -95,14 +97,12 @@ def test_transformers_knows_the_function_and_builds_no_mask_for_it() -> None:
     assert attention.NAME not in ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def test_varlen_is_for_half_precision_on_cuda_without_soft_caps() -> None:
-    class Config:
-        num_attention_heads, hidden_size, head_dim, attn_logit_softcapping = 4, 256, 64, None
-
-    assert not use_varlen(CPU, torch.float32, Config)
+def test_varlen_is_for_half_precision_on_cuda_without_soft_caps_and_sinks() -> None:
+    llama = tiny_policy("llama").module
+    assert not use_varlen(CPU, torch.bfloat16, llama)
     if attention.varlen_attn is not None:
         cuda = torch.device("cuda")
-        assert use_varlen(cuda, torch.bfloat16, Config)
-        assert not use_varlen(cuda, torch.float32, Config)
-        Config.attn_logit_softcapping = 50.0
-        assert not use_varlen(cuda, torch.bfloat16, Config)
+        assert use_varlen(cuda, torch.bfloat16, llama)
+        assert not use_varlen(cuda, torch.float32, llama)
+        assert not use_varlen(cuda, torch.bfloat16, tiny_policy("gemma2").module)
+        assert not use_varlen(cuda, torch.bfloat16, tiny_policy("gpt_oss").module)

@@ -180,3 +180,7 @@ def test_state_of_another_model_is_refused_by_name() -> None:
 def test_nothing_to_train_is_an_error() -> None:
     with pytest.raises(ValueError, match="nothing to optimize"):
         Optimizer([], config())
+
+
+def test_the_norm_of_half_precision_gradients_is_exact() -> None:
+    assert clip_grad_norm([torch.full((10_001,), 1.0, dtype=torch.bfloat16)], None) == pytest.approx(100.005, abs=1e-3)

@@ -66,3 +66,11 @@ def test_unused_parameters_keep_no_gradient() -> None:
     assert unused.grad is None
     assert used.grad is not None
     assert used.grad.tolist() == [3.0, 3.0]
+
+
+def test_half_precision_gradients_are_summed_in_float32() -> None:
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    accumulate_gradients(lambda scale: (weight.float() * scale).sum(), [256.0] + [0.5] * 8, [weight])
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.bfloat16
+    assert weight.grad.item() == 260.0  # one by one, 256 + 0.5 rounds back to 256

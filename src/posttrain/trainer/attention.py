@@ -233,18 +233,14 @@ class VarlenAttention:
         return out[None]  # type: ignore[index]
 
 
-def use_varlen(device: torch.device, dtype: torch.dtype, config: Any) -> bool:
+def use_varlen(device: torch.device, dtype: torch.dtype, module: nn.Module) -> bool:
     """Whether `VarlenAttention` can serve this model: else length buckets do."""
-    heads = getattr(config, "num_attention_heads", 1)
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    return (
-        varlen_attn is not None
-        and device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_dim <= 256
-        and getattr(config, "attn_logit_softcapping", None) is None
-        and getattr(config, "model_type", "") not in {"gpt_oss"}  # attention sinks
-    )
+    if varlen_attn is None or device.type != "cuda" or dtype not in {torch.bfloat16, torch.float16}:
+        return False
+    config: Any = module.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    has_sinks = any(name.endswith("sinks") for name, _ in module.named_parameters())
+    return head_dim <= 256 and getattr(config, "attn_logit_softcapping", None) is None and not has_sinks
 
 
 def exact_attention(

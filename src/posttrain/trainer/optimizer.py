@@ -181,8 +181,8 @@ def clip_grad_norm(grads: list[Tensor], max_norm: float | None) -> float:
     """Global 2-norm of the gradients (before clipping); scales them in place when it is finite and above `max_norm`."""
     if not grads:
         return 0.0
-    norm = torch.nn.utils.get_total_norm(grads)
-    value = float(norm)
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    value = float(torch.linalg.vector_norm(torch.stack(norms)))
     if max_norm is not None and math.isfinite(value) and value > max_norm:
         torch._foreach_mul_(grads, max_norm / (value + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return value

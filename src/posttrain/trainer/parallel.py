@@ -23,7 +23,8 @@ def accumulate_gradients(
     """Adds d sum(loss_of(item)) / d parameter to every `.grad`, in the order of `items`; returns the losses.
 
     `loss_of` runs forward and returns a scalar; with `workers > 1` it runs on other threads, several at a time, and
-    must not write to anything shared. Bit-identical for every number of workers.
+    must not write to anything shared. Bit-identical for every number of workers. Gradients of half-precision parameters
+    are summed in float32 and rounded once, so that many micro-batches cost no precision.
     """
     trainable = list(parameters)
 
@@ -32,12 +33,20 @@ def accumulate_gradients(
         return float(loss.detach()), torch.autograd.grad(loss, trainable, allow_unused=True)
 
     losses: list[float] = []
+    sums: list[Tensor | None] = [None if p.grad is None else _wide(p.grad) for p in trainable]
     for loss, grads in in_threads(work, items, workers=workers):
         losses.append(loss)
-        for parameter, grad in zip(trainable, grads, strict=True):
+        for index, grad in enumerate(grads):
             if grad is not None:
-                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+                total = sums[index]
+                sums[index] = _wide(grad) if total is None else total.add_(grad)
+    for parameter, total in zip(trainable, sums, strict=True):
+        parameter.grad = None if total is None else total.to(parameter.dtype)
     return losses
+
+
+def _wide(grad: Tensor) -> Tensor:
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item], *, workers: int = 1) -> Iterable[Result]:

@@ -6,6 +6,7 @@ segment before t) at `temperature`, 0.0 where `loss_mask` is False.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,19 @@ class Policy:
         self.module.train()
 
     def save(self, directory: str | Path, tokenizer: Any = None) -> None:
-        """Writes Hugging Face layout (config.json, model.safetensors); with a tokenizer, its files as they are."""
+        """Writes Hugging Face layout (config.json, model.safetensors); with a tokenizer, its files as they are.
+
+        A model with LoRA adapters is written merged, so that it loads anywhere, with the adapters beside it in
+        `adapter/`.
+        """
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
+        module: Any = self.module
         with no_progress_bars():
-            self.module.save_pretrained(target)  # type: ignore[operator]
+            if hasattr(module, "merge_and_unload"):
+                module.save_pretrained(target / "adapter")
+                module = copy.deepcopy(module).merge_and_unload()  # merging in place could not be undone to the bit
+            module.save_pretrained(target)
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
 
@@ -137,7 +146,7 @@ class Policy:
 
 def packed_hidden_states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """([T] row of each token, [R, K] hidden states by row) of a policy or critic."""
-    if use_varlen(model.device, model.dtype, model.config):
+    if use_varlen(model.device, model.dtype, model.module):
         layout = layout_of(batch.lengths, model.device, pad=False)
         ends = torch.tensor([0, *batch.lengths], device=model.device).cumsum(0).to(torch.int32)
         context: AttentionContext = VarlenAttention(batch.lengths, ends)
