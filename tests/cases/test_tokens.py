@@ -290,3 +290,57 @@ def test_single_turn_answers_to_the_length_limit() -> None:
     (trajectory,) = roll(rollout)
     assert trajectory.turns[0].stop_reason is StopReason.LENGTH
     assert episode_of(trajectory, rollout.renderer).stop_reason is StopReason.LENGTH
+
+
+def test_a_turn_that_goes_on_shares_the_sampling_budget_too() -> None:
+    thought = "<think><search>x</search>"
+    rollout = spec([thought, "</think><answer>y</answer>"], params=SamplingParams(max_new_tokens=60))
+    roll(rollout)
+    assert [call.params.max_new_tokens for call in rollout.sampler.calls] == [60, 60 - len(thought)]
+
+
+@pytest.mark.parametrize(("spare", "requests"), [(0, 1), (1, 2)])
+def test_an_observation_must_leave_room_for_a_token(spare: int, requests: int) -> None:
+    limits = Limits(max_episode_tokens=len("Where is the tower?") + len("a") + 1 + len("seen") + spare)
+    rollout = spec(["a", "b"], lambda task: Dialogue(Observation(text="seen")), limits=limits)
+    (trajectory,) = roll(rollout)
+    assert len(rollout.sampler.calls) == requests
+    reached = StopReason.CONTEXT_FULL if requests == 1 else StopReason.LENGTH
+    assert trajectory.turns[-1].stop_reason is reached
+
+
+def test_a_stop_id_that_is_an_ordinary_token_is_no_part_of_the_text() -> None:
+    tokenizer = byte_tokenizer()
+    stop = tokenizer.convert_tokens_to_ids("z")
+    env = Dialogue()
+    rollout = spec(
+        ["abz"],
+        lambda task: env,
+        tokenizer=tokenizer,
+        params=SamplingParams(max_new_tokens=9, stop_ids=frozenset({stop})),
+    )
+    (trajectory,) = roll(rollout)
+    assert sampled_ids(trajectory)[-1] == stop
+    assert env.actions[0].text == "ab"
+    assert episode_of(trajectory, rollout.renderer).final_text == "ab"
+
+
+HEADER_ENDS_TURN = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_a_header_that_the_policy_sampled_as_its_stop_is_not_written_twice() -> None:
+    tokenizer = byte_tokenizer(HEADER_ENDS_TURN)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>"]})
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    rollout = spec(
+        [[*tokenizer.encode("hi", add_special_tokens=False), user], "bye"],
+        lambda task: Dialogue("And?"),
+        tokenizer=tokenizer,
+    )
+    (trajectory,) = roll(rollout)
+    context = rollout.renderer.decode(rollout.sampler.calls[1].ids)
+    assert context.endswith("<|assistant|>\nhi<|user|>\nAnd?<|assistant|>\n")
+    assert trajectory.source[trajectory.turns[0].end - 1] is Source.POLICY
