@@ -32,7 +32,7 @@ def grpo(
     """A = (r - mean_G) / (std_G + eps).
 
     Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), section 4.1.2. `std="none"` is the advantage of Dr. GRPO,
-    Liu et al. 2025 (arXiv 2503.20783), equation 3. "sample" divides the variance by n - 1, "population" by n.
+    Liu et al. 2025 (arXiv 2503.20783), section 3.2. "sample" divides the variance by n - 1, "population" by n.
     `values` is not used. Returns [T].
     """
     if std not in ("sample", "population", "none"):
@@ -57,7 +57,7 @@ def rloo(
 ) -> Tensor:
     """A_i = r_i - mean of the others = n / (n - 1) * (r_i - mean_G).
 
-    Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740), equation 8. `values` is not used. Returns [T].
+    Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740), the RLOO estimator. `values` is not used. Returns [T].
     """
     episodes = episode_returns(rewards, episode_index, group_index)
     centred, size = _centre(episodes, tol)

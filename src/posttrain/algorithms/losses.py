@@ -52,7 +52,7 @@ def ppo_dual_clip(
 ) -> Tensor:
     """`ppo_clip`, but at most -clip_dual * A where A < 0, so that one bad token cannot own the gradient.
 
-    Ye et al. 2020, Mastering Complex Control in MOBA Games (arXiv 1912.09729), equation 5. Returns [T].
+    Ye et al. 2020, Mastering Complex Control in MOBA Games (arXiv 1912.09729), dual-clip PPO. Returns [T].
     """
     if clip_dual <= 1:
         raise ValueError(f"clip_dual must be above 1, got {clip_dual}; 3.0 is the paper's value")
