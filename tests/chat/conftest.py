@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
+import copy
 import lzma
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 # The tokens of each template that the Qwen3 tokenizer lacks. Special, as they are in the models' own tokenizers.
@@ -57,50 +56,19 @@ def qwen3_json(shared_data: Path) -> str:
 
 @pytest.fixture(scope="session")
 def qwen3_with(qwen3_json: str, templates: Path) -> Callable[[str], PreTrainedTokenizerFast]:
-    """The real Qwen3 tokenizer with the named template and that template's own tokens."""
-    made: dict[str, PreTrainedTokenizerFast] = {}
+    """The real Qwen3 tokenizer with the named template; templates of other models get their own tokens added."""
+    pure = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(qwen3_json), pad_token="<|endoftext|>")
+    extended = copy.deepcopy(pure)
+    extra = dict.fromkeys(text for tokens in TEMPLATE_TOKENS.values() for text in tokens)
+    extended.add_special_tokens({"additional_special_tokens": list(extra)})
 
     def make(name: str) -> PreTrainedTokenizerFast:
-        if name not in made:
-            family = next((family for family in TEMPLATE_TOKENS if name.startswith(family)), None)
-            backend = Tokenizer.from_str(qwen3_json)
-            bos, eos = BOS_EOS[family] if family else (None, "<|im_end|>")
-            tokenizer = PreTrainedTokenizerFast(
-                tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token="<|endoftext|>"
-            )
-            if family:
-                tokenizer.add_special_tokens({"additional_special_tokens": list(TEMPLATE_TOKENS[family])})
-            tokenizer.chat_template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
-            made[name] = tokenizer
-        return made[name]
+        family = next((family for family in TEMPLATE_TOKENS if name.startswith(family)), None)
+        bos, eos = BOS_EOS[family] if family else (None, "<|im_end|>")
+        tokenizer = copy.copy(extended if family else pure)  # shares the backend: loading it takes a second
+        tokenizer._special_tokens_map = dict(tokenizer._special_tokens_map)
+        tokenizer.bos_token, tokenizer.eos_token = bos, eos
+        tokenizer.chat_template = (templates / f"{name}.jinja").read_text(encoding="utf-8")
+        return tokenizer
 
     return make
-
-
-def toy_tokenizer(
-    vocabulary: list[str],
-    merges: tuple[tuple[str, str], ...] = (),
-    *,
-    special: tuple[str, ...] = (),
-    **names: str,
-) -> PreTrainedTokenizerFast:
-    """A BPE tokenizer over whole strings, without pre-tokenizer: pieces are what the merges make."""
-    model = models.BPE(vocab={piece: number for number, piece in enumerate(vocabulary)}, merges=list(merges))
-    backend = Tokenizer(model)
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(list(special))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-
-
-def word_tokenizer(words: list[str], *, special: tuple[str, ...], **names: str) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer whose special tokens lie in the model's own vocabulary."""
-    vocabulary = {word: number for number, word in enumerate([*special, *words])}
-    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(list(special))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **names)
-
-
-def jsonl_gz(path: Path) -> list[dict]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]

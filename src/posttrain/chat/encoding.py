@@ -22,9 +22,10 @@ from posttrain.chat.errors import ChatError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Unicode noncharacters are never in interchanged text. Foreign text that holds one gets U+FFFD, as Unicode advises.
+# Unicode noncharacters are never in interchanged text. Foreign text that holds one gets U+FFFD, as Unicode advises;
+# so do lone surrogates, which no tokenizer takes.
 BREAK, OPEN, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
-_RESERVED = dict.fromkeys(range(0xFDD0, 0xFDF0), "\ufffd")
+_RESERVED = dict.fromkeys([*range(0xFDD0, 0xFDF0), *range(0xD800, 0xE000)], "\ufffd")
 _DELIMITER_SHAPE = re.compile(r"<[|｜].*[|｜]>|\[/?[A-Z_]+\]", re.DOTALL)
 _ANCHORS = ("\n", ";", "a")
 
@@ -161,7 +162,7 @@ class Encoder:
             origin.extend(range(position, match.start()))
             spelled = "" if match[0] == BREAK else self._spelling[match[0]]
             pieces.append(spelled)
-            origin.extend([match.start()] * len(spelled))
+            origin.extend([match.start()] * (len(spelled) - 1) + [match.end() - 1] * bool(spelled))
             position = match.end()
         pieces.append(marked[position:])
         origin.extend(range(position, len(marked) + 1))

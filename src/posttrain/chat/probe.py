@@ -84,6 +84,18 @@ def conversations() -> dict[str, Conversation]:
         "thinking": Conversation(
             [ask("One?"), say(think + "Two."), ask("Three?"), say(think + "Four."), ask("Five?")], required=True
         ),
+        "tool_text": Conversation(
+            [
+                ask("Colour?"),
+                say("lookup: hue"),
+                result("red"),
+                say("lookup: sky"),
+                result("blue"),
+                say("Blue."),
+                ask("Why?"),
+            ],
+            tools,
+        ),
         "tool_result": Conversation([ask("Colour?"), _call("hue"), result("red"), say("Red."), ask("Why?")], tools),
         "tool_results_together": Conversation(
             [ask("Both?"), _call("a", "b"), result("red"), result("blue"), say("Red, blue.")], tools

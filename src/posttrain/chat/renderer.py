@@ -105,10 +105,10 @@ class Renderer:
                     "this tokenizer has no chat template to describe tools; describe them in the prompt text"
                 )
             return self._encoder.start(self._start_text("".join(_raw_text(message) for message in messages)))
+        marked = self._template.prompt(messages, tools, generation=generation)
         self._refuse_dropped(messages)
         if tools and not self._template.shows_tools:
             raise ChatError("the chat template ignores `tools`; describe them in a system or user message")
-        marked = self._template.prompt(messages, tools, generation=generation)
         return self._encoder.start(self._encoder.encode(marked).ids)
 
     def delta(self, messages: Sequence[Message], *, after: int | None = None) -> list[tuple[list[int], Source]]:

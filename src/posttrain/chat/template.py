@@ -86,7 +86,7 @@ class ChatTemplate:
         """
         for message in messages:
             self._check_role(message, in_delta=True)
-        prepared = [self._prepare(message) for message in messages]
+        prepared = [self._prepare(message, foreign=True) for message in messages]
         text = self._behind_answer(prepared)
         slots, contents = self._with_slots(prepared)
         skeleton = self._behind_answer(slots)
@@ -264,13 +264,16 @@ class ChatTemplate:
         if in_delta and role == "assistant":
             raise ChatError("delta() takes the environment's messages; the policy's turns stay the ids it sampled")
 
-    def _prepare(self, message: Message) -> Message:
-        """Guards every string and gives content and arguments the form that the template wants."""
+    def _prepare(self, message: Message, *, foreign: bool = False) -> Message:
+        """Guards every string and gives content and arguments the form that the template wants.
+
+        foreign: tags such as <think> are guarded too, as they always are in tool messages.
+        """
         guarded = {key: value for key, value in message.items() if value is not None or key == "content"}
         if message.get("tool_calls"):
             guarded["tool_calls"] = [self._argument_form(call) for call in message["tool_calls"]]
             guarded["content"] = message.get("content") or self.call_content
-        guarded = self._guard(guarded, tags_allowed=message["role"] != "tool")
+        guarded = self._guard(guarded, tags_allowed=not foreign and message["role"] != "tool")
         guarded["content"] = self._content_form(message["role"], guarded.get("content"))
         return guarded
 
