@@ -12,10 +12,18 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.chat import Renderer
+from posttrain.task import Message
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def appended(renderer: Renderer, messages: list[Message]) -> list[int]:
+    """The ids of a delta in one list."""
+    return [token for ids, _ in renderer.delta(messages) for token in ids]
 
 
 def toy_tokenizer(

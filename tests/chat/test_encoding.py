@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from chat.makers import CHATML, character_tokenizer, toy_tokenizer, word_tokenizer
+from chat.makers import CHATML, appended, character_tokenizer, toy_tokenizer, word_tokenizer
 from posttrain.chat import ChatError, Renderer
 from posttrain.chat.encoding import BREAK, CLOSE, OPEN, Encoder
 from posttrain.trajectory import Source
@@ -69,7 +69,7 @@ def test_prompt_tags_keep_the_ids_of_the_joint_render(qwen3: Renderer) -> None:
     instruction = "Think inside <think> and </think>."
     think = qwen3.tokenizer.convert_tokens_to_ids("<think>")
     assert think in qwen3.prompt([{"role": "user", "content": instruction}])
-    assert think not in qwen3.appended([{"role": "user", "content": instruction}])
+    assert think not in appended(qwen3, [{"role": "user", "content": instruction}])
 
 
 def test_tool_schemas_and_arguments_are_foreign_too(qwen3: Renderer) -> None:

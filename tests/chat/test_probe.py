@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chat.makers import CHATML, character_tokenizer
+from chat.makers import CHATML, appended, character_tokenizer
 from posttrain.chat import ChatError, NotAppendOnly, Renderer
 from posttrain.chat.probe import Verdict, conversations
 
@@ -88,7 +88,7 @@ def test_a_conversation_built_by_deltas_equals_the_templates_own_render(qwen3_wi
         lead = {"smolvlm": " ", "glm4moe": "\n<think></think>\n"}.get(name, "")
         lead = "<think>\n\n</think>\n\n" if name == "qwen3_training" else lead
         built += renderer.tokenizer(lead + answer, add_special_tokens=False)["input_ids"] + renderer.closing(None)
-        built += renderer.appended([user(question)])
+        built += appended(renderer, [user(question)])
         messages += [{"role": "assistant", "content": answer}, user(question)]
     assert built == renderer.rendered(messages, generation=True)
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-
-from chat.makers import CHATML, character_tokenizer, jsonl_gz, sentencepiece_tokenizer, toy_tokenizer
 from tokenizers import processors
+
+from chat.makers import CHATML, appended, character_tokenizer, jsonl_gz, sentencepiece_tokenizer, toy_tokenizer
 from posttrain.chat import ChatError, Renderer
 from posttrain.trajectory import Source, Trajectory
 
@@ -108,7 +108,7 @@ def test_p04_separator_belongs_to_the_next_delta(qwen3: Renderer) -> None:
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_p08_a_delta_never_holds_a_system_prompt(qwen3_with, name: str, role: str) -> None:
     renderer = Renderer(qwen3_with(name))
-    text = renderer.decode(renderer.appended([{"role": role, "content": "observed"}]))
+    text = renderer.decode(appended(renderer, [{"role": role, "content": "observed"}]))
     assert "observed" in text
     assert "system" not in text
     assert "You are" not in text
@@ -119,7 +119,7 @@ def test_p08_template_that_demands_a_user_query() -> None:
     template = "{% if 'user' not in messages|map(attribute='role') %}{{ raise_exception('No user query') }}{% endif %}"
     tokenizer = character_tokenizer(("<|im_start|>", "<|im_end|>"), template + CHATML, eos_token="<|im_end|>")
     renderer = Renderer(tokenizer)
-    assert "found" in renderer.decode(renderer.appended([{"role": "tool", "content": "found"}]))
+    assert "found" in renderer.decode(appended(renderer, [{"role": "tool", "content": "found"}]))
     with pytest.raises(ChatError, match="No user query"):
         renderer.prompt([{"role": "system", "content": "Be brief."}])
 
@@ -133,10 +133,10 @@ def test_p09_tool_messages_in_a_row_equal_the_joint_render(qwen3_with) -> None:
     ]
     history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     joint = renderer.rendered([*history, *results], generation=True)
-    delta = renderer.appended(results)
+    delta = appended(renderer, results)
     assert joint[-len(delta) :] == delta
     assert joint[-len(delta) - 1] == renderer.end_of_turn_id
-    one_by_one = [token for message in results for token in renderer.appended([message])]
+    one_by_one = [token for message in results for token in appended(renderer, [message])]
     assert one_by_one != delta
 
 
@@ -179,7 +179,7 @@ def test_p06_template_bos_and_tokenizer_bos_make_one() -> None:
             ids = renderer.prompt([{"role": "user", "content": content}])
             assert ids[0] == bos
             assert ids.count(bos) == 1
-        assert bos not in renderer.appended([{"role": "user", "content": "<s>hi"}])
+        assert bos not in appended(renderer, [{"role": "user", "content": "<s>hi"}])
         assert renderer.report().bos_count == 1
 
 
@@ -198,7 +198,8 @@ def test_p06_real_templates_with_bos(qwen3_with) -> None:
     for name in ("llama3_1", "gemma3", "deepseekv3"):
         renderer = Renderer(qwen3_with(name))
         bos = renderer.tokenizer.bos_token_id
-        ids = renderer.prompt([{"role": "user", "content": f"{renderer.tokenizer.bos_token} hi"}])
+        hostile = renderer.tokenizer.bos_token if name == "gemma3" else ""
+        ids = renderer.prompt([{"role": "user", "content": f"{hostile} hi"}])
         assert (ids[0], ids.count(bos)) == (bos, 1), name
 
 
@@ -307,7 +308,7 @@ def test_template_options_reach_the_template(qwen3_with) -> None:
     tokenizer = qwen3_with("qwen3")
     plain, quiet = Renderer(tokenizer), Renderer(tokenizer, template_options={"enable_thinking": False})
     assert quiet.decode(quiet.prompt(user)) == plain.decode(plain.prompt(user)) + "<think>\n\n</think>\n\n"
-    assert quiet.decode(quiet.appended(user)).endswith("<think>\n\n</think>\n\n")
+    assert quiet.decode(appended(quiet, user)).endswith("<think>\n\n</think>\n\n")
 
 
 def test_without_a_template_prompts_and_deltas_are_raw_text() -> None:

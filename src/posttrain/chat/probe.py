@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from posttrain.chat.errors import ChatError, NotAppendOnly, TokenAt
 from posttrain.chat.template import THINK_CLOSE, THINK_OPEN
 from posttrain.task import Message
+from posttrain.trajectory import Source
 
 _THINKING = re.compile(f"{THINK_OPEN}.*?{THINK_CLOSE}\\s*|{THINK_OPEN}\\s*$", re.DOTALL)
 
@@ -49,7 +50,7 @@ class Rendering(Protocol):
 
     def rendered(self, messages: Sequence[Message], tools: Any, *, generation: bool) -> list[int]: ...
 
-    def appended(self, messages: Sequence[Message]) -> list[int]: ...
+    def delta(self, messages: Sequence[Message]) -> list[tuple[list[int], Source]]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -180,7 +181,7 @@ def _probe_turn(rendering: Rendering, name: str, conversation: Conversation, tur
     following = _environment_messages(messages[turn + 1 :])
     if not following:
         return difference
-    built = done + rendering.appended(following)
+    built = done + [token_id for ids, _ in rendering.delta(following) for token_id in ids]
     later = rendering.rendered(messages[: turn + 1 + len(following)], tools, generation=True)
     second = _difference(
         rendering, name, built, later, f"messages {turn + 1} to {turn + len(following)} rendered behind message {turn}"

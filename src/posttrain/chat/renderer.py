@@ -129,10 +129,6 @@ class Renderer:
             pieces[0] = (pieces[0][0][1:], pieces[0][1])
         return [piece for piece in pieces if piece[0]]
 
-    def appended(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of `delta` in one list."""
-        return [token_id for ids, _ in self.delta(messages) for token_id in ids]
-
     def closing(self, last_id: int | None) -> list[int]:
         """What must be injected (Source.INJECTED) to close a turn that did not end with a stop id."""
         end = self.end_of_turn_id
@@ -157,7 +153,9 @@ class Renderer:
             decode=self.decode,
             encode=self.text,
         )
-        return None if stripped is None else stripped + self.appended(messages)
+        return (
+            None if stripped is None else stripped + [token_id for ids, _ in self.delta(messages) for token_id in ids]
+        )
 
     def text(self, text: str) -> list[int]:
         """Foreign text in the middle of a trajectory; what spells a control token is encoded as ordinary characters."""
