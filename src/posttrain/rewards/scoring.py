@@ -119,6 +119,8 @@ class IsolatedReward:
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    """A reward in a mixture; a negative weight makes it a penalty."""
+
     reward: Reward
     weight: float
 
