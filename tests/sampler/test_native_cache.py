@@ -1,4 +1,4 @@
-"""What the cache saves, what it must never serve, and how memory is given up. Costs are counted in tokens, not seconds."""
+"""What the cache saves, what it must never serve, and how memory is given up. Costs are in tokens, not seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.trainer.policy import Policy
 
-from .tiny import Played, gap, play, policy, prompt, together
+from .tiny import Played, gap, play, policy, prompt, steps, together
 
 
 def params(tokens: int = 8) -> SamplingParams:
@@ -131,8 +131,7 @@ def test_p69_new_weights_in_the_middle_of_a_turn_stamp_each_token_with_its_own_v
             asyncio.create_task(sampler.sample(prompt(30 + i % 2), params(40), seed=i, session=f"{i}"))
             for i in range(4)
         ]
-        while sampler.stats().steps < 15:
-            await asyncio.sleep(0)
+        await steps(sampler, 15)
         with torch.no_grad():
             for weight in model.module.parameters():
                 weight.mul_(1.1)

@@ -13,7 +13,7 @@ from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.sampler.requests import SamplerError
 
 from .test_native_cache import Spy
-from .tiny import gap, play, policy, prompt, together
+from .tiny import gap, play, policy, prompt, steps, together
 
 
 def params(tokens: int = 8) -> SamplingParams:
@@ -73,8 +73,7 @@ def test_a_sequence_in_a_tool_call_costs_nothing() -> None:
         ids = prompt(20)
         first = await sampler.sample(ids, params(2), seed=0, session="slow")
         at = len(spy.sizes)
-        while len(spy.sizes) < at + 30:  # the tool takes as long as 30 forwards of the others
-            await asyncio.sleep(0.001)
+        await steps(sampler, at + 30)  # the tool takes as long as 30 forwards of the others
         assert set(spy.sizes[at : at + 30]) == {1}
         await sampler.sample([*ids, *first.ids, *prompt(5)], params(2), seed=1, session="slow")
 
@@ -111,8 +110,7 @@ def test_a_cancelled_turn_frees_its_row_at_once_and_the_rest_goes_on() -> None:
     async def main() -> Sampled:
         doomed = asyncio.create_task(sampler.sample(prompt(9), params(200), seed=0, session="doomed"))
         kept = asyncio.create_task(sampler.sample(prompt(9), params(40), seed=1))
-        while sampler.stats().steps < 10:
-            await asyncio.sleep(0)
+        await steps(sampler, 10)
         assert sampler.engine.slots.busy_count == 2
         doomed.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -134,8 +132,7 @@ def test_cancelling_a_request_that_waits_for_a_row() -> None:
     async def main() -> int:
         first = asyncio.create_task(sampler.sample(prompt(9), params(30), seed=0))
         second = asyncio.create_task(sampler.sample(prompt(9), params(30), seed=1))
-        while sampler.stats().steps < 5:
-            await asyncio.sleep(0)
+        await steps(sampler, 5)
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
@@ -150,8 +147,7 @@ def test_releasing_a_session_while_it_is_sampled_does_not_disturb_it() -> None:
 
     async def main() -> Sampled:
         turn = asyncio.create_task(sampler.sample(prompt(9), params(30), seed=0, session="s"))
-        while sampler.stats().steps < 5:
-            await asyncio.sleep(0)
+        await steps(sampler, 5)
         sampler.release("s")
         return await turn
 
@@ -211,8 +207,7 @@ def test_a_loop_that_ended_in_the_middle_of_a_turn_leaves_the_sampler_usable() -
 
     async def interrupted() -> None:
         turn = asyncio.create_task(sampler.sample(prompt(9), params(200), seed=0))
-        while sampler.stats().steps < 5:
-            await asyncio.sleep(0)
+        await steps(sampler, 5)
         assert not turn.done()  # asyncio.run cancels it, and the engine's task, on the way out
 
     asyncio.run(interrupted())

@@ -129,3 +129,9 @@ def gap(trainer: Policy, episodes: Sequence[Played], temperature: float = 1.0) -
         logprobs = trainer.logprobs(batch, temperature)
     mask = batch.loss_mask
     return (logprobs[mask].cpu() - batch.rollout_logprobs[mask]).abs().max().item()
+
+
+async def steps(sampler: Any, count: int) -> None:
+    """Waits until the sampler has made that many forwards."""
+    while sampler.stats().steps < count:  # noqa: ASYNC110 - the engine has no event to wait for, by design
+        await asyncio.sleep(0)
