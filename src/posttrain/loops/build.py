@@ -1,0 +1,121 @@
+"""A config -> the parts of a run, cheapest first: everything that can be wrong with the data is found before the model
+loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from posttrain.chat import Renderer
+from posttrain.config import ConfigError, EnvConfig, RLConfig
+from posttrain.data import TaskSet, load_tasks
+from posttrain.envs import Env
+from posttrain.loops.collect import Collector
+from posttrain.retrieval.config import make_retriever
+from posttrain.retrieval.protocol import Retriever
+from posttrain.rewards import Reward
+from posttrain.rewards.config import load_rewards
+from posttrain.rewards.normalize import normalize_answer
+from posttrain.rollout import RolloutSpec
+from posttrain.sampler.native import NativeSampler
+from posttrain.sampler.protocol import Sampler, SamplingParams
+from posttrain.task import Task
+from posttrain.trainer.loading import check_directory, model_path
+from posttrain.trainer.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What needs no model: the words, the data, the world and the judge."""
+
+    tokenizer: Any
+    renderer: Renderer
+    train: TaskSet
+    eval: TaskSet | None
+    retriever: Retriever | None
+    rewards: Mapping[str | None, Reward]
+    envs: Mapping[str, Callable[..., Env]]
+
+    def close(self) -> None:
+        for reward in self.rewards.values():
+            reward.close()
+
+
+def load_parts(config: RLConfig) -> Parts:
+    """Tokenizer, chat template, all rows, retriever and rewards. Raises the room's own error for what is wrong."""
+    tokenizer = load_tokenizer(config.model.path)
+    renderer = Renderer(tokenizer, config.model.thinking)
+    renderer.probe()
+    load = partial(
+        load_tasks, config.data, measure=lambda task: len(renderer.prompt(task.prompt)), check_ground_truth=unscorable
+    )
+    train = load("train")
+    evaluation = load("eval") if config.data.eval else None
+    tasks = [*train, *(evaluation or ())]
+    retriever = None if config.retrieval is None else make_retriever(config.retrieval, seed=config.run.seed)
+    names = {config.env.name, *(task.env for task in tasks if task.env is not None)}
+    return Parts(
+        tokenizer=tokenizer,
+        renderer=renderer,
+        train=train,
+        eval=evaluation,
+        retriever=retriever,
+        rewards=load_rewards(config.reward, (task.reward for task in tasks)),
+        envs={name: env_maker(name, config, retriever) for name in sorted(names)},
+    )
+
+
+def load_tokenizer(path: str) -> Any:
+    check_directory(model_path(path))
+    return AutoTokenizer.from_pretrained(model_path(path))
+
+
+def unscorable(answer: str) -> str | None:
+    """Why an accepted answer could never be matched, or None."""
+    return None if normalize_answer(answer) else "normalises to nothing, so that no prediction can equal it"
+
+
+def env_maker(name: str, config: RLConfig, retriever: Retriever | None) -> Callable[..., Env]:
+    """Makes envs called `name`, with the config's options if it is the config's env, and the retriever if it takes one."""
+    env = config.env if name == config.env.name else EnvConfig(name=name)
+    options = dict(env.options)
+    if env.takes_retriever:
+        if retriever is None or config.retrieval is None:
+            raise ConfigError([f"the env {name}, which some rows ask for, searches: add a `retrieval:` section"])
+        options |= {"retriever": retriever, "top_k": config.retrieval.top_k}
+    return partial(env.factory, **options)
+
+
+def make_collector(config: RLConfig, parts: Parts, sampler: Sampler, params: SamplingParams) -> Collector:
+    def make_env(task: Task) -> Env:
+        return parts.envs[task.env or config.env.name]()
+
+    spec = RolloutSpec(make_env=make_env, sampler=sampler, renderer=parts.renderer, limits=config.limits, params=params)
+    return Collector(spec=spec, rewards=parts.rewards, seed=config.run.seed)
+
+
+def make_sampler(policy: Policy, parts: Parts) -> NativeSampler:
+    """One sampler for training and evaluation. It truncates when asked to; the config refuses that for training."""
+    return NativeSampler(policy, parts.tokenizer, truncation="allow")
+
+
+def training_params(config: RLConfig) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=config.limits.max_turn_tokens,
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+    )
+
+
+def eval_params(config: RLConfig) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=config.limits.max_turn_tokens,
+        temperature=config.eval.temperature,
+        top_p=config.eval.top_p,
+        top_k=config.eval.top_k,
+    )

@@ -1,0 +1,103 @@
+"""Tasks -> scored trajectories: roll out groups side by side, then judge each group as soon as it is complete.
+
+One call of `collect`
+  consumes      tasks, one group of episodes each
+  waits for     the sampler, the envs and the rewards
+  unblocked by  their answers, or by the deadlines of the limits and of the reward
+  produces      the trajectories of all groups in the order of the tasks, each with its outcome and its rewards
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from posttrain.rewards import Reward, score_group
+from posttrain.rollout import RolloutSpec, episode_of, rollout_group
+from posttrain.task import Invalid, Outcome, Score, Task
+from posttrain.trajectory import Source, Trajectory
+
+
+class TooManyInvalid(RuntimeError):
+    """More episodes broke than the run allows: training on would only hide it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collector:
+    """How a task becomes scored trajectories. `rewards` holds the reward of every task by `Task.reward`."""
+
+    spec: RolloutSpec
+    rewards: Mapping[str | None, Reward]
+    seed: int
+
+
+async def collect(tasks: Sequence[Task], collector: Collector, *, group_size: int, step: int) -> list[Trajectory]:
+    """All trajectories of one step; group ids tell two draws of one task apart by their place in `tasks`."""
+    groups = await asyncio.gather(
+        *(
+            _collect_group(task, collector, group_id=f"{step}/{place}/{task.id}", group_size=group_size, step=step)
+            for place, task in enumerate(tasks)
+        )
+    )
+    return [trajectory for group in groups for trajectory in group]
+
+
+async def _collect_group(
+    task: Task, collector: Collector, *, group_id: str, group_size: int, step: int
+) -> list[Trajectory]:
+    trajectories = await rollout_group(
+        task, collector.spec, group_id=group_id, group_size=group_size, run_seed=collector.seed, step=step
+    )
+    by_episode = [list(parts) for _, parts in groupby(trajectories, key=lambda t: t.episode_id)]
+    judged = [parts for parts in by_episode if not isinstance(parts[-1].outcome, Invalid)]
+    episodes = [episode_of(parts, collector.spec.renderer) for parts in judged]
+    outcomes = await score_group(collector.rewards[task.reward], episodes, task)
+    for parts, outcome in zip(judged, outcomes, strict=True):
+        attach_outcome(parts, outcome)
+    return trajectories
+
+
+def attach_outcome(parts: Sequence[Trajectory], outcome: Outcome) -> None:
+    """Stores the outcome on every trajectory of an episode and its value at the episode's last policy token.
+
+    What the env gave on the way is replaced: a reward function that wants it reads `Episode.env_reward`, and then its
+    value already holds it.
+    """
+    for trajectory in parts:
+        trajectory.outcome = outcome
+        trajectory.rewards = [0.0] * len(trajectory)
+    if not isinstance(outcome, Score):
+        return
+    for trajectory in reversed(parts):
+        written = [i for i, source in enumerate(trajectory.source) if source is Source.POLICY]
+        if written:
+            assert trajectory.rewards is not None
+            trajectory.rewards[written[-1]] = outcome.value
+            return
+
+
+def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Those that may enter a baseline and train: scored, with at least one token of the policy in the episode."""
+    written = {t.episode_id for t in trajectories if t.policy_token_count}
+    return [t for t in trajectories if isinstance(t.outcome, Score) and t.episode_id in written]
+
+
+def check_invalid_share(trajectories: Sequence[Trajectory], limit: float) -> None:
+    """Raises TooManyInvalid, with the most frequent reason and one sample, when over `limit` of the episodes broke."""
+    outcomes = {t.episode_id: t.outcome for t in trajectories}
+    broken = {episode: o for episode, o in outcomes.items() if isinstance(o, Invalid)}
+    if len(broken) <= limit * len(outcomes):
+        return
+    counts: dict[str, int] = {}
+    for outcome in broken.values():
+        counts[outcome.reason] = counts.get(outcome.reason, 0) + 1
+    reason = max(counts, key=lambda key: counts[key])
+    episode, sample = next((e, o) for e, o in broken.items() if o.reason == reason)
+    traces = [t.info["traceback"] for t in trajectories if t.episode_id == episode and "traceback" in t.info]
+    raise TooManyInvalid(
+        f"{len(broken)} of {len(outcomes)} episodes are invalid, more than run.max_invalid_share = {limit} allows "
+        f"({', '.join(f'{key}: {count}' for key, count in sorted(counts.items()))}). "
+        f"The first with {reason!r}: episode {episode}: {sample.detail}\n" + "\n".join(traces)
+    )

@@ -1,0 +1,79 @@
+"""Who learns: policy, critic and their optimizers, the frozen reference; and what of them a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from posttrain.config import RLConfig
+from posttrain.trainer.critic import Critic
+from posttrain.trainer.optimizer import Optimizer
+from posttrain.trainer.policy import Policy
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+CRITIC_OPTIMIZER_FILE = "critic_optimizer.safetensors"
+CRITIC_FOLDER = "critic"
+
+
+@dataclass(slots=True, kw_only=True)
+class Learner:
+    """The models of a run. `ref` is there only when the KL term is on, `critic` only when the config has one."""
+
+    config: RLConfig
+    policy: Policy
+    optimizer: Optimizer
+    ref: Policy | None = None
+    critic: Critic | None = None
+    critic_optimizer: Optimizer | None = None
+    sampler_shares_weights: bool = True  # the sampler runs `policy` itself
+
+    @property
+    def temperature(self) -> float:
+        return self.config.sampling.temperature
+
+    @property
+    def parallel_micro_batches(self) -> int:
+        """Micro-batches worked on at once: threads on a CPU, one at a time on a GPU."""
+        return self.config.batch.cpu_workers if self.policy.device.type == "cpu" else 1
+
+
+def make_learner(config: RLConfig, optimizer_steps: int, checkpoint: Path | None = None) -> Learner:
+    """Loads the models of a new run, or those of a checkpoint together with their optimizers."""
+    model = config.model if checkpoint is None else config.model.model_copy(update={"path": str(checkpoint)})
+    policy = Policy.from_config(model)
+    learner = Learner(
+        config=config,
+        policy=policy,
+        optimizer=Optimizer(policy.parameters(), config.optimizer, optimizer_steps),
+        ref=Policy.from_config(config.model) if config.algorithm.kl_coef > 0 else None,
+    )
+    if config.critic is not None:
+        start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
+        learner.critic = Critic.from_policy(start, config.model.device, config.model.dtype)
+        learner.critic_optimizer = Optimizer(learner.critic.parameters(), config.critic.optimizer, optimizer_steps)
+    if checkpoint is not None:
+        _load_optimizers(learner, checkpoint)
+    return learner
+
+
+def save_learner(learner: Learner, folder: Path, tokenizer: Any) -> None:
+    """The policy in Hugging Face layout in `folder` itself, everything else beside it."""
+    learner.policy.save(folder, tokenizer)
+    save_file(dict(learner.optimizer.state_tensors()), folder / OPTIMIZER_FILE)
+    if learner.critic is not None and learner.critic_optimizer is not None:
+        learner.critic.save(folder / CRITIC_FOLDER)
+        save_file(dict(learner.critic_optimizer.state_tensors()), folder / CRITIC_OPTIMIZER_FILE)
+
+
+def _load_optimizers(learner: Learner, checkpoint: Path) -> None:
+    named: Mapping[str, Optimizer | None] = {
+        OPTIMIZER_FILE: learner.optimizer,
+        CRITIC_OPTIMIZER_FILE: learner.critic_optimizer,
+    }
+    for file, optimizer in named.items():
+        if optimizer is not None:
+            optimizer.load_state_tensors(load_file(checkpoint / file))
