@@ -490,3 +490,45 @@ def test_top_k_reaches_the_shelf() -> None:
     (trajectory,) = roll(rollout)
     assert "Doc 2(Title: B) b" in pieces(trajectory, rollout.renderer)[2][1]
     assert shelf.queries == ["tower"]
+
+
+def test_p69_weights_that_arrive_within_a_turn_show_in_its_versions() -> None:
+    def mixed(sampled: Sampled) -> Sampled:
+        return replace(sampled, versions=[0] * 3 + [1] * (len(sampled.ids) - 3))
+
+    (trajectory,) = roll(spec(None, sampler=Wrapped(mixed), params=SamplingParams(max_new_tokens=5)))
+    turn = trajectory.turns[0]
+    assert trajectory.policy_versions[turn.start : turn.end] == [0, 0, 0, 1, 1]
+
+
+def test_a_timeout_of_the_samplers_own_is_not_taken_for_a_deadline() -> None:
+    def fault(sampled: Sampled) -> Sampled:
+        raise TimeoutError("engine handshake")
+
+    (trajectory,) = roll(spec(None, sampler=Wrapped(fault)))
+    assert trajectory.outcome == Invalid("sampler_error", "TimeoutError: engine handshake")
+
+
+def test_an_env_may_put_its_own_history_in_place_of_the_tasks_prompt() -> None:
+    first = Observation(history=({"role": "user", "content": "A board game."},), text="Your move.")
+    rollout = spec(["x"], lambda task: Told(Step(done=True), first=first))
+    (trajectory,) = roll(rollout)
+    assert pieces(trajectory, rollout.renderer)[:2] == [(Source.PROMPT, "A board game."), (Source.ENV, "Your move.")]
+
+
+def test_the_seconds_of_sampling_are_on_the_turn() -> None:
+    tokenizer = byte_tokenizer()
+    sampler = ScriptedSampler(["<answer>x</answer>"], tokenizer, delay=0.02)
+    (trajectory,) = roll(spec(None, tokenizer=tokenizer, sampler=sampler))
+    assert 0.015 < trajectory.turns[0].seconds < 5
+
+
+def test_a_thought_opened_by_the_template_behind_a_message_counts_as_one() -> None:
+    template = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    tokenizer = byte_tokenizer(template)
+    shelf = Shelf("T\nx")
+    script = ["so</think> no call", "now <search>no</search>", "</think><answer>x</answer>"]
+    rollout = spec(script, lambda task: SearchEnv(retriever=shelf), tokenizer=tokenizer)
+    (trajectory,) = roll(rollout)
+    assert shelf.queries == []
+    assert episode_of(trajectory, rollout.renderer).final_text == script[1] + script[2]

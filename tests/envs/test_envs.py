@@ -91,3 +91,28 @@ def test_within_passes_results_and_exceptions() -> None:
             await within(broken(), ends_in(5))
 
     asyncio.run(run())
+
+
+def test_p54_code_past_its_deadline_or_no_longer_wanted_is_cancelled() -> None:
+    cancelled: list[str] = []
+
+    async def slow(name: str) -> None:
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            cancelled.append(name)
+            raise
+
+    async def run() -> None:
+        with pytest.raises(DeadlinePassed):
+            await within(slow("late"), ends_in(0.01))
+        assert cancelled == ["late"]
+        outer = asyncio.create_task(within(slow("unwanted"), None))
+        await asyncio.sleep(0.01)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        await asyncio.sleep(0)
+        assert cancelled == ["late", "unwanted"]
+
+    asyncio.run(run())
