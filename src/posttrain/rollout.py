@@ -41,19 +41,15 @@ class Limits(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_prompt_tokens: int = Field(default=2048, ge=1)  # a longer prompt makes the episode Invalid("prompt_too_long")
-    max_observation_tokens: int = Field(
-        default=512, ge=1
-    )  # per observation, markup included; the foreign text is cut to fit
+    max_observation_tokens: int = Field(default=512, ge=1)  # each, markup included; foreign text is cut to fit
     max_turn_tokens: int = Field(default=512, ge=1)  # sampled tokens of one policy turn
     max_episode_tokens: int = Field(default=4096, ge=2)  # all tokens of a trajectory, prompt included
     max_turns: int | None = Field(default=None, ge=1)  # policy turns; the env's own limit holds too
     call_seconds: float | None = Field(default=120.0, gt=0)  # one call of the env (reset or step)
     turn_seconds: float | None = Field(default=600.0, gt=0)  # sampling one policy turn and the env's answer to it
     episode_seconds: float | None = Field(default=1800.0, gt=0)
-    group_seconds: float | None = Field(
-        default=None, gt=0
-    )  # after it, episodes still running are given up as stragglers ...
-    quorum_episodes: int = Field(default=0, ge=0)  # ... but not before this many of the group have ended
+    group_seconds: float | None = Field(default=None, gt=0)  # then episodes still running are given up as stragglers,
+    quorum_episodes: int = Field(default=0, ge=0)  # but not before this many of the group have ended
     cut_marker: str = "...(truncated)"  # stands where foreign text was cut, inside the token budget
 
 
