@@ -56,11 +56,13 @@ def test_logprobs_are_right_under_every_schedule(family: str) -> None:
     """Prompts in chunks, few rows, little memory: other schedules, the same log-probs and the same ids."""
     model = policy(family)
     plain = together(*episodes(NativeSampler(model), params(12)))
-    token_bytes = NativeSampler(model).engine.cache.bytes_per_token
+    token_bytes = NativeSampler(model).engines[0].cache.bytes_per_token
     for options in (
         {"max_batch": 7, "tokens_per_step": 7},
         {"max_batch": 2, "tokens_per_step": 64},
         {"max_batch": 1, "tokens_per_step": 1},
+        {"workers": 2},
+        {"workers": 3, "max_batch": 3, "tokens_per_step": 33},
         {"kv_gib": 3 * 192 * token_bytes / 2**30},
     ):
         played = together(*episodes(NativeSampler(model, **options), params(12)))

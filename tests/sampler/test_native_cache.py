@@ -173,7 +173,7 @@ def test_weights_changed_without_a_version_need_a_reset() -> None:
 
 def test_idle_sessions_give_way_when_memory_is_short_and_are_computed_again() -> None:
     model = policy()
-    token_bytes = NativeSampler(model).engine.cache.bytes_per_token
+    token_bytes = NativeSampler(model).engines[0].cache.bytes_per_token
     rows = 3
     sampler = NativeSampler(model, kv_gib=rows * 64 * token_bytes / 2**30)
     plenty = NativeSampler(model)
@@ -192,12 +192,12 @@ def test_idle_sessions_give_way_when_memory_is_short_and_are_computed_again() ->
     assert gap(model, tight) < 1e-5
     assert sampler.stats().evictions > 0
     assert plenty.stats().evictions == 0
-    assert sampler.engine.cache.rows * sampler.engine.cache.capacity <= rows * 64
+    assert sampler.engines[0].cache.rows * sampler.engines[0].cache.capacity <= rows * 64
 
 
 def test_running_requests_are_put_back_when_they_outgrow_the_memory() -> None:
     model = policy()
-    token_bytes = NativeSampler(model).engine.cache.bytes_per_token
+    token_bytes = NativeSampler(model).engines[0].cache.bytes_per_token
     sampler = NativeSampler(model, kv_gib=4 * 64 * token_bytes / 2**30)  # 4 rows of 64 tokens, or 2 of 128
     played = together(*(play(sampler, prompt(20, seed=i), params(90), seed=i) for i in range(4)))
     roomy = together(*(play(NativeSampler(model), prompt(20, seed=i), params(90), seed=i) for i in range(4)))
@@ -208,7 +208,7 @@ def test_running_requests_are_put_back_when_they_outgrow_the_memory() -> None:
 
 def test_a_request_that_could_never_fit_is_refused_at_once() -> None:
     model = policy()
-    token_bytes = NativeSampler(model).engine.cache.bytes_per_token
+    token_bytes = NativeSampler(model).engines[0].cache.bytes_per_token
     sampler = NativeSampler(model, kv_gib=64 * token_bytes / 2**30)
     with pytest.raises(ValueError, match=r"up to 80 tokens needs .* raise kv_gib"):
         together(sampler.sample(prompt(40), params(40), seed=0))
@@ -218,9 +218,9 @@ def test_a_request_that_could_never_fit_is_refused_at_once() -> None:
 def test_the_cache_grows_with_the_sequences_and_not_before() -> None:
     _, sampler, _ = spied()
     together(*(play(sampler, prompt(10), params(4), seed=i) for i in range(3)))
-    assert (sampler.engine.cache.rows, sampler.engine.cache.capacity) == (8, 32)
+    assert (sampler.engines[0].cache.rows, sampler.engines[0].cache.capacity) == (8, 32)
     together(*(play(sampler, prompt(100), params(4), seed=i) for i in range(20)))
-    assert sampler.engine.cache.rows >= 20
-    assert 104 <= sampler.engine.cache.capacity <= 160
+    assert sampler.engines[0].cache.rows >= 20
+    assert 104 <= sampler.engines[0].cache.capacity <= 160
     sampler.reset()
-    assert sampler.engine.cache.rows == 0
+    assert sampler.engines[0].cache.rows == 0

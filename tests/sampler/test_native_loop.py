@@ -111,11 +111,11 @@ def test_a_cancelled_turn_frees_its_row_at_once_and_the_rest_goes_on() -> None:
         doomed = asyncio.create_task(sampler.sample(prompt(9), params(200), seed=0, session="doomed"))
         kept = asyncio.create_task(sampler.sample(prompt(9), params(40), seed=1))
         await steps(sampler, 10)
-        assert sampler.engine.slots.busy_count == 2
+        assert sampler.engines[0].slots.busy_count == 2
         doomed.cancel()
         with pytest.raises(asyncio.CancelledError):
             await doomed
-        assert sampler.engine.slots.busy_count == 1
+        assert sampler.engines[0].slots.busy_count == 1
         before = sampler.stats()
         sampled = await kept
         after = sampler.stats()
@@ -139,7 +139,7 @@ def test_cancelling_a_request_that_waits_for_a_row() -> None:
         return len((await first).ids)
 
     assert asyncio.run(main()) == 30
-    assert not sampler.engine.has_work
+    assert not sampler.engines[0].has_work
 
 
 def test_releasing_a_session_while_it_is_sampled_does_not_disturb_it() -> None:
@@ -152,7 +152,7 @@ def test_releasing_a_session_while_it_is_sampled_does_not_disturb_it() -> None:
         return await turn
 
     assert len(asyncio.run(main()).ids) == 30
-    assert sampler.engine.slots.of_session("s") is None
+    assert sampler.engines[0].slots.of_session("s") is None
 
 
 def test_an_error_in_the_engine_reaches_every_caller_and_the_sampler_works_again() -> None:
@@ -211,7 +211,7 @@ def test_a_loop_that_ended_in_the_middle_of_a_turn_leaves_the_sampler_usable() -
         assert not turn.done()  # asyncio.run cancels it, and the engine's task, on the way out
 
     asyncio.run(interrupted())
-    assert not sampler.engine.has_work
+    assert not sampler.engines[0].has_work
     assert len(together(sampler.sample(prompt(9), params(), seed=0))[0].ids) == 8
 
 

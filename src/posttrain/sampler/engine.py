@@ -60,7 +60,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.waiting or self.active)
 
-    def submit(self, request: Request) -> None:
+    def check_fits(self, request: Request) -> None:
         """Raises ValueError when the request could never fit."""
         needed = _rounded(request.limit) * self.cache.bytes_per_token
         if needed > self.limits.kv_bytes:
@@ -68,6 +68,8 @@ class Engine:
                 f"a sequence of up to {request.limit} tokens needs {needed / 2**20:.1f} MiB of keys and values, the "
                 f"budget is {self.limits.kv_bytes / 2**20:.1f} MiB: raise kv_gib or lower max_new_tokens"
             )
+
+    def submit(self, request: Request) -> None:
         self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:

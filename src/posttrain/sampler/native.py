@@ -11,13 +11,18 @@ The engine task
   produces      one `Sampled` per request, or the error that stopped the engine
 With environments that never leave the event loop, the composition of every forward is a function of the seeds alone,
 so a resumed run repeats it bit by bit.
+
+On a CPU with few cores, `workers` engines share the requests and step side by side on threads of their own; that is
+worth what torch's intra-op threads are worth, without their barriers, which stall when a neighbour takes a core. While
+they step, the event loop goes on; what it asks of the engines meanwhile is done after the step.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -25,6 +30,7 @@ import torch
 from posttrain.sampler.engine import Engine
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, new_request
+from posttrain.sampler.side_by_side import SideBySide
 from posttrain.sampler.stopping import Stops
 from posttrain.trainer.policy import Policy
 
@@ -39,6 +45,7 @@ class _Caller:
     """Who waits for a request."""
 
     request: Request
+    engine: Engine
     future: asyncio.Future[Sampled]
 
 
@@ -47,6 +54,7 @@ class NativeSampler:
 
     tokenizer: a Hugging Face tokenizer, needed for stop strings only.
     max_batch: sequences per forward. tokens_per_step: new tokens per forward. kv_gib: memory for keys and values.
+    workers: engines that step side by side; memory and rows are shared out among them.
     truncation: top_p < 1 and top_k > 0 give log-probs of the truncated distribution, which the trainer does not
     compute; "refuse" (the default) raises, "allow" samples them exactly and counts the tokens in `stats()`.
     """
@@ -59,6 +67,7 @@ class NativeSampler:
         max_batch: int = 256,
         tokens_per_step: int = 4096,
         kv_gib: float | None = None,
+        workers: int = 1,
         truncation: Literal["refuse", "allow"] = "refuse",
     ) -> None:
         if max_batch < 1 or tokens_per_step < max_batch:
@@ -66,14 +75,18 @@ class NativeSampler:
         self.policy = policy
         self._stops = Stops(tokenizer)
         self._truncation = truncation
+        if workers < 1:
+            raise ValueError(f"workers must be >= 1, got {workers}")
         limits = EngineLimits(
-            max_batch=max_batch,
-            tokens_per_step=tokens_per_step,
-            kv_bytes=_kv_bytes(kv_gib, policy.device),
+            max_batch=-(-max_batch // workers),
+            tokens_per_step=-(-tokens_per_step // workers),
+            kv_bytes=_kv_bytes(kv_gib, policy.device) // workers,
             max_context=getattr(policy.config, "max_position_embeddings", None) or 1 << 62,
         )
-        self.engine = Engine(policy, limits)
+        self.engines = tuple(Engine(policy, limits) for _ in range(workers))
+        self._steps = SideBySide(workers)
         self._callers: dict[int, _Caller] = {}  # by id of the request
+        self._homes: dict[tuple[int, ...], Engine] = {}  # which engine got a prompt: a group stays together
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._submitted = 0
@@ -91,11 +104,13 @@ class NativeSampler:
         """
         self._check(params)
         rule = self._stops.rule(params)
-        context = self.engine.limits.max_context
+        context = self.engines[0].limits.max_context
         request = new_request(ids, params, seed=seed, session=session, rule=rule, max_context=context)
+        self.engines[0].check_fits(request)
         self._bind(asyncio.get_running_loop())
-        self.engine.submit(request)
-        caller = self._callers[id(request)] = _Caller(request, asyncio.get_running_loop().create_future())
+        engine = self._home(request)
+        caller = self._callers[id(request)] = _Caller(request, engine, asyncio.get_running_loop().create_future())
+        self._steps.between(lambda: engine.submit(request))
         self._submitted += 1
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -103,20 +118,40 @@ class NativeSampler:
             return await caller.future
         finally:
             if self._callers.pop(id(request), None) is not None:  # cancelled
-                self.engine.cancel(request)
+                self._steps.between(lambda: engine.cancel(request))
 
     def release(self, session: str) -> None:
-        self.engine.release(session)
+        for engine in self.engines:
+            self._steps.between(lambda engine=engine: engine.release(session))
 
     def stats(self) -> SamplerStats:
-        """A copy of the counters."""
-        return replace(self.engine.stats)
+        """The counters of all engines, summed."""
+        return SamplerStats.total([engine.stats for engine in self.engines])
 
     def reset(self) -> None:
         """Drops every cache. Needed only when weights were changed without counting `policy.version` up."""
         if self._callers:
             raise RuntimeError(f"{len(self._callers)} requests are open; reset the sampler between rollouts")
-        self.engine.reset()
+        self._reset_engines()
+
+    def _reset_engines(self) -> None:
+        self._steps.wait()
+        self._homes.clear()
+        for engine in self.engines:
+            engine.reset()
+
+    def _home(self, request: Request) -> Engine:
+        """The engine that holds the session, or the same prompt, or else the fewest open requests."""
+        if len(self.engines) == 1:
+            return self.engines[0]
+        for engine in self.engines:
+            if engine.slots.of_session(request.session) is not None:
+                return engine
+        prompt = tuple(request.ids)
+        if prompt not in self._homes:
+            load = Counter(id(caller.engine) for caller in self._callers.values())
+            self._homes[prompt] = min(self.engines, key=lambda engine: load[id(engine)])
+        return self._homes[prompt]
 
     def _check(self, params: SamplingParams) -> None:
         if self._truncation == "refuse" and (params.top_p < 1 or params.top_k):
@@ -135,15 +170,16 @@ class NativeSampler:
         if self._callers or self._task is not None:
             self._callers.clear()
             self._task = None
-            self.engine.reset()
+            self._reset_engines()
         self._loop = loop
 
     async def _run(self) -> None:
         try:
-            while self.engine.has_work:
+            while any(engine.has_work for engine in self.engines):
                 await self._settle()
-                for request in self.engine.step():
+                for request in await self._steps.step(self.engines):
                     self._answer(request)
+            self._homes.clear()
         except BaseException as error:
             if self._task is asyncio.current_task():  # else: of a dead loop, and another has taken over
                 self._fail(error)
@@ -184,7 +220,7 @@ class NativeSampler:
         """Nobody is left waiting, and nothing half-done is left in the engine."""
         callers = list(self._callers.values())
         self._callers.clear()
-        self.engine.reset()
+        self._reset_engines()
         for caller in callers:
             if caller.future.done():
                 continue

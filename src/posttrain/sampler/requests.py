@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -62,6 +62,10 @@ class SamplerStats:
     evictions: int = 0  # idle sessions whose cache was given up for memory
     preemptions: int = 0  # running requests that were put back for memory, or because the weights changed
     flushes: int = 0  # times the whole cache was dropped because the policy's version changed
+
+    @classmethod
+    def total(cls, parts: Sequence[SamplerStats]) -> SamplerStats:
+        return cls(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)})
 
     @property
     def mean_batch(self) -> float:
