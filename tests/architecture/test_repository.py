@@ -13,6 +13,7 @@ from posttrain.config import RLConfig
 from posttrain.runs.config_file import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
+CLI = "from posttrain.cli import main; main()"
 RECIPES = sorted((ROOT / "recipes").glob("**/*.y*ml"))
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".cfg", ""}
 
@@ -76,9 +77,7 @@ def test_commands_in_bash_blocks_exist():
     named = shell_commands()
     if not named:
         pytest.skip("no bash block names a posttrain command")
-    done = subprocess.run(
-        [sys.executable, "-m", "posttrain.cli", "--help"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", CLI, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     offered = set(re.findall(r"^\W*([a-z][a-z-]+)\s", done.stdout, re.MULTILINE))
     missing = [f"{place}: posttrain {command}" for place, command in named if command not in offered]
