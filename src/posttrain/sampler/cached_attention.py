@@ -158,16 +158,17 @@ class _Bucket:
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
         self._fresh = all(chunk.start == 0 for chunk in chunks)
-        self._rows = torch.tensor([chunk.row for chunk in chunks], device=device)
         self._width = max(chunk.count for chunk in chunks)
         self._longest = max(chunk.start + chunk.count for chunk in chunks)
-        numbers = torch.tensor([[c.start, c.count, c.offset] for c in chunks], device=device).T[:, :, None]
-        self._starts, counts, offsets = numbers  # [m, 1] each
-        column = torch.arange(self._width, device=device)
-        real = column < counts  # [m, width]
-        self._gather = (offsets + torch.minimum(column, counts - 1)).view(-1)  # a pad repeats its chunk's last token
-        self._real = real.view(-1).nonzero()[:, 0]
-        self.tokens = self._gather[self._real]  # [sum of counts] where the results go
+        # on the host, and then up: asking the device for a count would wait for it
+        numbers = torch.tensor([[c.row, c.start, c.count, c.offset] for c in chunks])
+        rows, starts, counts, offsets = numbers.T[:, :, None]  # [m, 1] each
+        column = torch.arange(self._width)
+        gather = (offsets + torch.minimum(column, counts - 1)).view(-1)  # a pad repeats its chunk's last token
+        real = (column < counts).view(-1).nonzero()[:, 0]
+        self._rows, self._starts = rows[:, 0].to(device), starts.to(device)
+        self._gather, self._real = gather.to(device), real.to(device)
+        self.tokens = gather[real].to(device)  # [sum of counts] where the results go
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, rows: Tensor, new: tuple[Tensor, Tensor], layer: tuple[Tensor, Tensor], how: _How) -> Tensor:
