@@ -1,10 +1,11 @@
-"""Makes the small base model that the demo starts from: a tokenizer, a model, and supervised training on demonstrations.
+"""Makes the small base model that the demo starts from: tokenizer, model, supervised training on demonstrations.
 
     python recipes/tiny_base.py --out src/posttrain/assets/tiny_search_base
 
-The demonstrations are episodes of the very environment that RL uses later, played by a scripted demonstrator in ever new
-worlds. The demonstrator searches properly in only SEARCH_SHARE of them; otherwise it guesses, stops half-way or asks for
-the wrong thing. So the base model can read and copy, but seldom chooses to search. No name of any evaluation world occurs.
+The demonstrations are episodes of the very environment that RL uses later, played by a scripted demonstrator in ever
+new worlds. In the end the demonstrator searches properly in only SEARCH_SHARE of them; otherwise it guesses, stops
+half-way or asks for the wrong thing. So the base model can read and copy, but seldom chooses to search. No name of any
+evaluation world occurs.
 """
 
 from __future__ import annotations

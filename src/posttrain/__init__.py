@@ -1,6 +1,6 @@
 """posttrain: post-training of language-model agents.
 
-Import what you need from the rooms (`posttrain.task`, `posttrain.envs`, ...); importing the package itself loads nothing heavy.
+Import what you need from the rooms (`posttrain.task`, `posttrain.envs`, ...); the package itself loads nothing heavy.
 """
 
 __version__ = "0.1.0"

@@ -264,6 +264,7 @@ class RLConfig(Section):
     critic: CriticConfig | None = None
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    smoke: dict[str, Any] = Field(default={}, description="dotted keys that `--smoke` sets, for a first small try")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -71,9 +71,19 @@ def turn_seed(run_seed: int, step: int, task_id: str, sample: int, turn: int) ->
 
 
 async def rollout_group(
-    task: Task, spec: RolloutSpec, *, group_id: str, group_size: int, run_seed: int, step: int
+    task: Task,
+    spec: RolloutSpec,
+    *,
+    group_id: str,
+    group_size: int,
+    run_seed: int,
+    step: int,
+    first_sample: int = 0,
 ) -> list[Trajectory]:
     """Rolls out `group_size` episodes of one task side by side; trajectories ordered by sample index.
+
+    first_sample: index of the first episode; a second group of the same task in one step must not sample what the first
+    one did, so it goes on where that one ended.
 
     A failed episode is in the result with an `Invalid` outcome and the tokens it had. An episode whose history was
     rewritten contributes several trajectories with one episode_id.
@@ -82,7 +92,7 @@ async def rollout_group(
     shared = _Shared(spec)
     runs = [
         _EpisodeRun(task, spec, group_id=group_id, sample=i, seed=(run_seed, step), shared=shared)
-        for i in range(group_size)
+        for i in range(first_sample, first_sample + group_size)
     ]
     jobs = [asyncio.create_task(run.play()) for run in runs]
     try:

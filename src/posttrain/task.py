@@ -47,7 +47,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """The sample is unusable: `reason` is a short counted key (`timeout`, `tool_down`, `reward_error`), `detail` is for people."""
+    """The sample is unusable: `reason` is a short counted key (`timeout`, `tool_down`), `detail` is for people."""
 
     reason: str
     detail: str = ""
@@ -91,7 +91,7 @@ def as_outcome(value: object) -> Outcome:
 def _as_float(value: object) -> float:
     if isinstance(value, bool | int | float):
         return float(value)
-    item = getattr(value, "item", None)  # numpy scalars, 0-d arrays and tensors; .item() raises on more than one element
+    item = getattr(value, "item", None)  # numpy scalars, 0-d arrays and tensors; raises on more than one element
     if callable(item):
         return _as_float(item())
     raise TypeError(

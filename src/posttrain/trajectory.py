@@ -1,7 +1,7 @@
 """The data object of training and its two guarded writers. Standard library only.
 
-The token list is the only state of an episode. Sampled ids are appended verbatim with their log-probs; every other token
-enters through `add_context` with its source. Nothing is inferred afterwards: the loss mask *is* the provenance.
+The token list is the only state of an episode. Sampled ids are appended verbatim with their log-probs; every other
+token enters through `add_context` with its source. Nothing is inferred afterwards: the loss mask *is* the provenance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Source(IntEnum):
 
 
 class StopReason(StrEnum):
-    """Why a turn ended. The first four come from the sampler and are never inferred; the rest end an episode unsampled."""
+    """Why a turn ended. The first four come from the sampler and are never inferred; the rest end it unsampled."""
 
     STOP_ID = "stop_id"
     STOP_STRING = "stop_string"
@@ -93,7 +93,7 @@ class Trajectory:
     policy_versions: list[int] = field(default_factory=list[int])  # [L] -1 where not sampled
     turns: list[Turn] = field(default_factory=list[Turn])
     rewards: list[float] | None = None  # [L] at the token that earned it; None = no credit known
-    outcome: Outcome = Abstain("not scored")
+    outcome: Outcome = field(default_factory=lambda: Abstain("not scored"))
     streams: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # further [L] lists
     info: dict[str, Any] = field(default_factory=dict[str, Any])  # for people and logs; algorithms must not read it
 

@@ -195,6 +195,28 @@ def test_idle_sessions_give_way_when_memory_is_short_and_are_computed_again() ->
     assert sampler.engines[0].cache.rows * sampler.engines[0].cache.capacity <= rows * 64
 
 
+@pytest.mark.parametrize("rows", [2, 3])
+def test_growing_rows_under_a_tight_budget_keeps_and_loses_the_right_ones(rows: int) -> None:
+    """2 rows of 64 tokens become 1 of 96, and 3 become 2: a left-over prefix loses its row just when it is wanted, and
+    the idle session loses it, too, or is moved."""
+    model = policy()
+    token_bytes = NativeSampler(model).engines[0].cache.bytes_per_token
+    sampler = NativeSampler(model, kv_gib=rows * 64 * token_bytes / 2**30)
+    idle_prompt, short = prompt(36, seed=1), params(5)
+
+    async def main() -> list[Played]:
+        left_overs = [play(sampler, prompt(40, seed=i), short, seed=i) for i in range(2, rows + 1)]
+        *done, first = await asyncio.gather(*left_overs, sampler.sample(idle_prompt, short, seed=1, session="idle"))
+        longer = await play(sampler, prompt(40, seed=2) + prompt(50), short, seed=9)
+        ids = [*idle_prompt, *first.ids, *prompt(3)]
+        second = await sampler.sample(ids, short, seed=2, session="idle")
+        return [*done, longer, Played([*ids, *second.ids], [(36, first), (len(ids), second)])]
+
+    assert gap(model, asyncio.run(main())) < 1e-5
+    assert sampler.stats().evictions == (1 if rows == 2 else 0)
+    assert sampler.engines[0].cache.capacity == 96
+
+
 def test_running_requests_are_put_back_when_they_outgrow_the_memory() -> None:
     model = policy()
     token_bytes = NativeSampler(model).engines[0].cache.bytes_per_token

@@ -54,6 +54,13 @@ def test_a_stop_string_of_many_bytes_is_completed_by_its_last_byte() -> None:
     assert first_stop(ids[:8], stop_strings=("。",)) is None
 
 
+@pytest.mark.parametrize("stop", ["</search>", "abab</search>", "</search>\n"])
+def test_a_long_stop_string_spread_over_many_tokens(stop: str) -> None:
+    for text in (stop, "x" * 50 + stop, stop[:-2] + stop + stop, "巴黎" * 20 + stop + "rest"):
+        found = first_stop(text, stop_strings=(stop,))
+        assert found == (brute_force(text, (stop,)), stop)
+
+
 def test_of_several_strings_the_one_that_ends_first_wins_and_of_two_ending_together_the_longer() -> None:
     assert first_stop("aXYb", stop_strings=("XYb", "Y", "XY"))[1] == "XY"
     assert first_stop("q\n\n", stop_strings=("\n\n", "\n"))[1] == "\n"

@@ -32,7 +32,7 @@ class Row:
 
 
 def call_for_rows(location: str, options: Mapping[str, Any]) -> list[Row]:
-    """The rows that the user's function returns. Raises DataError when it is not there, fails, or returns other things."""
+    """The rows that the user's function returns. Raises DataError when it is not there or returns other things."""
     try:
         rows = locate(location)(**options)
     except LocationError as error:

@@ -1,8 +1,8 @@
 """A fictional world from a seed: people, places and organisations with invented names, one passage each, and questions
 whose answers stand in the passages only. Small enough to learn on a laptop; nothing in it can be known beforehand.
 
-Names are drawn from two disjoint sets by a hash of the name itself, so that no entity asked about in evaluation occurs in
-any training question or training world, whatever the seeds.
+Names are drawn from two disjoint sets by a hash of the name itself, so that no entity asked about in evaluation occurs
+in any training question or training world, whatever the seeds.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ TWO_HOP = {
 }
 
 
-def generate(seed: int, split: Split, *, people: int = 60, places: int = 30, organisations: int = 30) -> World:
+def generate(seed: int, split: Split, *, people: int = 120, places: int = 60, organisations: int = 60) -> World:
     """A world of the given size. The same arguments give the same world, on every machine."""
     rng = random.Random(f"world/{seed}/{split}")
     taken: set[str] = set()
@@ -152,13 +152,13 @@ def _both_worlds(seed: int) -> dict[Split, World]:
 
 
 def passages(seed: int) -> list[dict[str, str]]:
-    """The corpus of one seed: the passages of its training world and of its evaluation world together."""
+    """The corpus of one seed, rows {"id", "contents"}: training world and evaluation world together."""
     worlds = _both_worlds(seed)
     return worlds["train"].passages() + worlds["eval"].passages()
 
 
 def train_rows(seed: int) -> list[dict[str, object]]:
-    """Every question of the training world as rows {"id", "question", "answer", "source", ...}."""
+    """Every question of the training world as rows {"id", "question", "answer", "data_source", ...}."""
     return _rows(_both_worlds(seed)["train"].questions, "train")
 
 
@@ -176,7 +176,7 @@ def _rows(questions: tuple[Question, ...] | list[Question], split: Split) -> lis
             "id": f"{split}/{number}",
             "question": question.text,
             "answer": question.answer,
-            "source": f"{len(question.path)}-hop",
+            "data_source": f"{len(question.path)}-hop",
             "subject": question.subject,
             "bridge": question.bridge,
         }

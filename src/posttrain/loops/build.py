@@ -51,7 +51,10 @@ def load_parts(config: RLConfig) -> Parts:
     renderer = Renderer(tokenizer, config.model.thinking)
     renderer.probe()
     load = partial(
-        load_tasks, config.data, measure=lambda task: len(renderer.prompt(task.prompt)), check_ground_truth=unscorable
+        load_tasks,
+        config.data,
+        measure=lambda task: len(renderer.prompt(task.prompt)),
+        check_ground_truth=unscorable,
     )
     train = load("train")
     evaluation = load("eval") if config.data.eval else None
@@ -80,7 +83,7 @@ def unscorable(answer: str) -> str | None:
 
 
 def env_maker(name: str, config: RLConfig, retriever: Retriever | None) -> Callable[..., Env]:
-    """Makes envs called `name`, with the config's options if it is the config's env, and the retriever if it takes one."""
+    """Makes envs called `name`: the options of the config's env, the retriever for one that takes it."""
     env = config.env if name == config.env.name else EnvConfig(name=name)
     options = dict(env.options)
     if env.takes_retriever:

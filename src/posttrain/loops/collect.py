@@ -10,6 +10,7 @@ One call of `collect`
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -34,21 +35,36 @@ class Collector:
 
 
 async def collect(tasks: Sequence[Task], collector: Collector, *, group_size: int, step: int) -> list[Trajectory]:
-    """All trajectories of one step; group ids tell two draws of one task apart by their place in `tasks`."""
-    groups = await asyncio.gather(
-        *(
-            _collect_group(task, collector, group_id=f"{step}/{place}/{task.id}", group_size=group_size, step=step)
-            for place, task in enumerate(tasks)
-        )
-    )
-    return [trajectory for group in groups for trajectory in group]
+    """All trajectories of one step; two draws of one task are two groups, told apart by their place in `tasks`."""
+    earlier: Counter[str] = Counter()
+    groups = []
+    for place, task in enumerate(tasks):
+        draw = Draw(task, f"{step}/{place}/{task.id}", group_size, first_sample=group_size * earlier[task.id])
+        groups.append(_collect_group(draw, collector, step))
+        earlier[task.id] += 1
+    return [trajectory for group in await asyncio.gather(*groups) for trajectory in group]
 
 
-async def _collect_group(
-    task: Task, collector: Collector, *, group_id: str, group_size: int, step: int
-) -> list[Trajectory]:
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A task as it came out of the stream once."""
+
+    task: Task
+    group_id: str
+    group_size: int
+    first_sample: int
+
+
+async def _collect_group(draw: Draw, collector: Collector, step: int) -> list[Trajectory]:
+    task = draw.task
     trajectories = await rollout_group(
-        task, collector.spec, group_id=group_id, group_size=group_size, run_seed=collector.seed, step=step
+        task,
+        collector.spec,
+        group_id=draw.group_id,
+        group_size=draw.group_size,
+        run_seed=collector.seed,
+        step=step,
+        first_sample=draw.first_sample,
     )
     by_episode = [list(parts) for _, parts in groupby(trajectories, key=lambda t: t.episode_id)]
     judged = [parts for parts in by_episode if not isinstance(parts[-1].outcome, Invalid)]

@@ -16,6 +16,8 @@ from posttrain.trajectory import Source, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
+    """What was asked and what came back."""
+
     tasks: tuple[Task, ...]
     trajectories: tuple[Trajectory, ...]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from posttrain.config import RLConfig
@@ -17,6 +19,7 @@ from posttrain.trainer.policy import Policy
 OPTIMIZER_FILE = "optimizer.safetensors"
 CRITIC_OPTIMIZER_FILE = "critic_optimizer.safetensors"
 CRITIC_FOLDER = "critic"
+SMALL_HIDDEN_SIZE = 512
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +48,8 @@ def make_learner(config: RLConfig, optimizer_steps: int, checkpoint: Path | None
     """Loads the models of a new run, or those of a checkpoint together with their optimizers."""
     model = config.model if checkpoint is None else config.model.model_copy(update={"path": str(checkpoint)})
     policy = Policy.from_config(model)
+    if policy.device.type == "cpu":
+        torch.set_num_threads(threads_for(policy.config.hidden_size))
     learner = Learner(
         config=config,
         policy=policy,
@@ -58,6 +63,11 @@ def make_learner(config: RLConfig, optimizer_steps: int, checkpoint: Path | None
     if checkpoint is not None:
         _load_optimizers(learner, checkpoint)
     return learner
+
+
+def threads_for(hidden_size: int) -> int:
+    """torch threads on a CPU: the matrices of a small model are done before a second thread has woken up."""
+    return 1 if hidden_size < SMALL_HIDDEN_SIZE else os.cpu_count() or 1
 
 
 def save_learner(learner: Learner, folder: Path, tokenizer: Any) -> None:

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from posttrain.config import RLConfig, config_yaml, load_config, plan_of
 from posttrain.data import TaskStream
 from posttrain.loops.build import Parts, eval_params, load_parts, make_collector, make_sampler, training_params
@@ -25,11 +23,12 @@ from posttrain.loops.evaluate import Evaluation, evaluate
 from posttrain.loops.learner import Learner, make_learner, save_learner
 from posttrain.loops.record import record_groups, record_rollout, record_updates
 from posttrain.loops.update import Update, offending_episodes, update
-from posttrain.runs.checkpoint import CheckpointStore, KeepBest
+from posttrain.packing import Batch
+from posttrain.runs.checkpoint import Checkpoint, CheckpointStore, KeepBest
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import Metrics
 from posttrain.runs.plan import Plan
-from posttrain.runs.rng import rng_state, set_rng_state
+from posttrain.runs.rng import rng_state, seed_everything, set_rng_state
 from posttrain.runs.sinks import Sinks
 from posttrain.runs.trajectories import write_trajectories
 from posttrain.trajectory import Trajectory
@@ -66,6 +65,13 @@ class Run:
         self.directory.close()
 
 
+def plan_only(config: RLConfig) -> Plan:
+    """What `start` would execute; reads all data, loads no model, leaves nothing behind."""
+    parts = load_parts(config)
+    parts.close()
+    return plan_of(config, len(parts.train))
+
+
 def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None) -> Run:
     """A new run: reads all data, prints the plan, makes the directory, loads the model."""
     parts = load_parts(config)
@@ -73,7 +79,11 @@ def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None) ->
     if on_plan is not None:
         on_plan(plan)
     directory = RunDirectory.create(config.run.directory, config_yaml(config), plan.render())
-    return _assemble(config, directory, parts, plan, checkpoint=None)
+    try:
+        return _assemble(config, directory, parts, plan, checkpoint=None)
+    except BaseException:
+        directory.close()
+        raise
 
 
 def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None) -> Run:
@@ -86,10 +96,8 @@ def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None) -> Run:
         if on_plan is not None:
             on_plan(plan)
         latest = _store(config, directory).latest()
-        run = _assemble(config, directory, parts, plan, checkpoint=None if latest is None else latest.path)
-        if latest is not None:
-            _restore(run, latest.state())
-        directory.rewind(run.step)
+        run = _assemble(config, directory, parts, plan, checkpoint=latest)
+        directory.rewind(-1 if latest is None else run.step)  # -1: also the evaluation before the first step
     except BaseException:
         directory.close()
         raise
@@ -141,8 +149,7 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
         with timed(metrics, "time/update"):
             updates = update(learner, batch, step=step)
         record_updates(metrics, updates, config.algorithm.kl_coef)
-        for trajectory, advantages in zip(kept, batch.advantages.split(batch.lengths), strict=True):
-            trajectory.streams["advantages"] = advantages.tolist()
+        keep_advantages(kept, batch)
     else:
         log.warning("step %d: no usable episode, no update", step)
         learner.optimizer.pass_over(config.batch.optimizer_steps_per_step)
@@ -153,6 +160,13 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
     _dump_non_finite(run, updates, kept)
     texts = [run.parts.renderer.decode(t.token_ids) for t in trajectories]
     write_trajectories(run.directory.trajectories, step, trajectories, texts)
+
+
+def keep_advantages(trajectories: list[Trajectory], batch: Batch) -> None:
+    """What was learnt from each token, for the trajectory file."""
+    assert batch.advantages is not None
+    for trajectory, advantages in zip(trajectories, batch.advantages.split(batch.lengths), strict=True):
+        trajectory.streams["advantages"] = advantages.tolist()
 
 
 def _evaluate(run: Run, runner: asyncio.Runner, metrics: Metrics) -> Evaluation:
@@ -192,12 +206,14 @@ def _restore(run: Run, state: dict) -> None:
     set_rng_state(state["rng"])
 
 
-def _assemble(config: RLConfig, directory: RunDirectory, parts: Parts, plan: Plan, *, checkpoint: Path | None) -> Run:
-    torch.manual_seed(config.run.seed)
-    learner = make_learner(config, plan.optimizer_steps, checkpoint)
+def _assemble(
+    config: RLConfig, directory: RunDirectory, parts: Parts, plan: Plan, *, checkpoint: Checkpoint | None
+) -> Run:
+    seed_everything(config.run.seed)
+    learner = make_learner(config, plan.optimizer_steps, None if checkpoint is None else checkpoint.path)
     stream_seed = config.run.seed if config.data.seed is None else config.data.seed
     sampler = make_sampler(learner.policy, parts)
-    return Run(
+    run = Run(
         config=config,
         directory=directory,
         store=_store(config, directory),
@@ -207,8 +223,11 @@ def _assemble(config: RLConfig, directory: RunDirectory, parts: Parts, plan: Pla
         stream=TaskStream(parts.train, seed=stream_seed, shuffle=config.data.shuffle),
         collector=make_collector(config, parts, sampler, training_params(config)),
         eval_collector=make_collector(config, parts, sampler, eval_params(config)),
-        sinks=Sinks(directory, config.run.sinks),
+        sinks=Sinks(directory, config.run.sinks, first_step=0 if checkpoint is None else checkpoint.step + 1),
     )
+    if checkpoint is not None:
+        _restore(run, checkpoint.state())
+    return run
 
 
 def _store(config: RLConfig, directory: RunDirectory) -> CheckpointStore:

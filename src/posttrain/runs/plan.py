@@ -7,8 +7,8 @@ An *optimizer step* is one update, made from one mini-batch; learning-rate sched
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -74,6 +74,10 @@ class Plan:
     lr_last: float  # of the last optimizer step
     checkpoint_steps: tuple[int, ...]
     eval_steps: tuple[int, ...]  # 0 = before the first step
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
 
     def render(self) -> str:
         """`plan.txt`."""

@@ -189,6 +189,8 @@ class Engine:
 
     def _place(self, request: Request, start: Slot | None, shared: int) -> Slot | None:
         """A row with the first `shared` tokens cached; None when there is no row or no memory just now."""
+        if start is not None:
+            self.slots.touch(start)  # the last to go, should memory have to be made
         if not self._reserve(len(request.ids) + 1, busy=len(self.active) + 1):
             return None
         limit = self._row_limit(self.cache.capacity)
@@ -196,7 +198,6 @@ class Engine:
             if not start.busy and start.session in (None, request.session):
                 self.slots.occupy(start, request.session, request.ids, shared)
                 return start
-            self.slots.touch(start)
         else:
             start, shared = None, 0  # it lost its row when memory was made
         acquired = self.slots.acquire(limit)
