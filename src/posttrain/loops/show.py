@@ -1,0 +1,56 @@
+"""A trajectory in colours: who wrote which words, and where the answer stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.text import Text
+
+from posttrain.rollout import TextCodec
+from posttrain.trajectory import Source, Trajectory
+
+STYLES = {
+    Source.PROMPT: "blue",
+    Source.POLICY: "green",
+    Source.ENV: "dim",
+    Source.TEMPLATE: "dim italic",
+    Source.INJECTED: "red",
+}
+ANSWER_STYLE = "bold black on bright_yellow"
+REPLACEMENT = "\ufffd"  # what decoders show for an incomplete character
+
+_THOUGHT = r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)"  # the first: opened by the prompt
+_THOUGHT_OR_ANSWER = re.compile(rf"{_THOUGHT}|<answer>(?P<answer>.*?)</answer>", re.DOTALL)
+
+
+def colored(trajectory: Trajectory, renderer: TextCodec, *, first: int = 0) -> Text:
+    """The tokens from position `first` on as text, one style per source; `plain` is exactly what the tokens decode to.
+
+    What the policy wrote between answer tags, outside its thoughts, stands out.
+    """
+    shown = Text()
+    for source, text in pieces(trajectory, renderer, first=first):
+        start = len(shown)
+        shown.append(text, STYLES[source])
+        if source is Source.POLICY:
+            for found in _THOUGHT_OR_ANSWER.finditer(text):
+                if found["answer"] is not None:
+                    shown.stylize(ANSWER_STYLE, start + found.start("answer"), start + found.end("answer"))
+    return shown
+
+
+def pieces(trajectory: Trajectory, renderer: TextCodec, *, first: int = 0) -> Iterator[tuple[Source, str]]:
+    """Runs of tokens of one source, decoded in their context: decoders drop the space before a first word. A character
+    whose bytes are spread over two runs belongs to the second one."""
+    ids, before = trajectory.token_ids, _complete(renderer, trajectory.token_ids[:first])
+    for source, run in groupby(range(first, len(ids)), key=trajectory.source.__getitem__):
+        end = list(run)[-1] + 1
+        now = renderer.decode(ids) if end == len(ids) else _complete(renderer, ids[:end])
+        yield source, now[len(before) :]
+        before = now
+
+
+def _complete(renderer: TextCodec, ids: list[int]) -> str:
+    return renderer.decode(ids).rstrip(REPLACEMENT) if ids else ""
