@@ -63,6 +63,8 @@ class Rendering(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
+    """A conversation that the probe renders, and what it is meant to show."""
+
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     required: bool = False  # a template that cannot render it is refused
