@@ -3,10 +3,10 @@ loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
@@ -29,43 +29,70 @@ from posttrain.trainer.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What needs no model: the words, the data, the world and the judge."""
+class Stage:
+    """What an episode needs besides a task and a model: the words, the world and the judge."""
 
-    tokenizer: Any
     renderer: Renderer
-    train: TaskSet
-    eval: TaskSet | None
     retriever: Retriever | None
     rewards: Mapping[str | None, Reward]
     envs: Mapping[str, Callable[..., Env]]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.renderer.tokenizer
 
     def close(self) -> None:
         for reward in self.rewards.values():
             reward.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(Stage):
+    """A stage and the tasks of a training run."""
+
+    train: TaskSet
+    eval: TaskSet | None
+
+
 def load_parts(config: RLConfig) -> Parts:
     """Tokenizer, chat template, all rows, retriever and rewards. Raises the room's own error for what is wrong."""
-    tokenizer = load_tokenizer(config.model.path)
-    renderer = Renderer(tokenizer, config.model.thinking)
+    renderer = load_renderer(config)
+    train = load_part(config, "train", renderer)
+    evaluation = load_part(config, "eval", renderer) if config.data.eval else None
+    stage = make_stage(config, renderer, [*train, *(evaluation or ())])
+    return Parts(
+        renderer=renderer,
+        retriever=stage.retriever,
+        rewards=stage.rewards,
+        envs=stage.envs,
+        train=train,
+        eval=evaluation,
+    )
+
+
+def load_renderer(config: RLConfig) -> Renderer:
+    """Tokenizer and chat template of the model, probed."""
+    renderer = Renderer(load_tokenizer(config.model.path), config.model.thinking)
     renderer.probe()
-    load = partial(
-        load_tasks,
+    return renderer
+
+
+def load_part(config: RLConfig, part: Literal["train", "eval"], renderer: Renderer) -> TaskSet:
+    """All tasks of one part of the data, measured on the ids that will be sent."""
+    return load_tasks(
         config.data,
+        part,
         measure=lambda task: len(renderer.prompt(task.prompt)),
         check_ground_truth=unscorable,
     )
-    train = load("train")
-    evaluation = load("eval") if config.data.eval else None
-    tasks = [*train, *(evaluation or ())]
+
+
+def make_stage(config: RLConfig, renderer: Renderer, tasks: Sequence[Task] = ()) -> Stage:
+    """The retriever, and the rewards and envs that the config or one of the tasks names."""
     retriever = None if config.retrieval is None else make_retriever(config.retrieval, seed=config.run.seed)
     names = {config.env.name, *(task.env for task in tasks if task.env is not None)}
-    return Parts(
-        tokenizer=tokenizer,
+    return Stage(
         renderer=renderer,
-        train=train,
-        eval=evaluation,
         retriever=retriever,
         rewards=load_rewards(config.reward, (task.reward for task in tasks)),
         envs={name: env_maker(name, config, retriever) for name in sorted(names)},
@@ -93,15 +120,18 @@ def env_maker(name: str, config: RLConfig, retriever: Retriever | None) -> Calla
     return partial(env.factory, **options)
 
 
-def make_collector(config: RLConfig, parts: Parts, sampler: Sampler, params: SamplingParams) -> Collector:
+def make_collector(config: RLConfig, parts: Stage, sampler: Sampler, params: SamplingParams) -> Collector:
+    return Collector(spec=make_spec(config, parts, sampler, params), rewards=parts.rewards, seed=config.run.seed)
+
+
+def make_spec(config: RLConfig, parts: Stage, sampler: Sampler, params: SamplingParams) -> RolloutSpec:
     def make_env(task: Task) -> Env:
         return parts.envs[task.env or config.env.name]()
 
-    spec = RolloutSpec(make_env=make_env, sampler=sampler, renderer=parts.renderer, limits=config.limits, params=params)
-    return Collector(spec=spec, rewards=parts.rewards, seed=config.run.seed)
+    return RolloutSpec(make_env=make_env, sampler=sampler, renderer=parts.renderer, limits=config.limits, params=params)
 
 
-def make_sampler(policy: Policy, parts: Parts) -> NativeSampler:
+def make_sampler(policy: Policy, parts: Stage) -> NativeSampler:
     """One sampler for training and evaluation. It truncates when asked to; the config refuses that for training."""
     return NativeSampler(policy, parts.tokenizer, truncation="allow")
 
