@@ -92,7 +92,8 @@ def test_one_sample_per_task_is_the_binomial_interval():
 def test_samples_that_only_repeat_their_task_add_nothing():
     once = clustered_mean([[1.0], [0.0], [1.0], [1.0]])
     repeated = clustered_mean([[1.0] * 16, [0.0] * 16, [1.0] * 16, [1.0] * 16])
-    assert once is not None and repeated is not None
+    assert once is not None
+    assert repeated is not None
     assert (repeated.low, repeated.high) == pytest.approx((once.low, once.high))
 
 
@@ -124,7 +125,8 @@ def test_values_outside_the_unit_interval_get_the_normal_interval():
 def test_the_interval_holds_the_mean_and_stays_in_the_unit_interval(values):
     estimate = clustered_mean(values)
     if estimate is not None:
-        assert estimate.low is not None and estimate.high is not None
+        assert estimate.low is not None
+        assert estimate.high is not None
         assert 0 <= estimate.low <= estimate.mean <= estimate.high <= 1 + 1e-12
 
 
@@ -135,6 +137,8 @@ def test_the_interval_covers_the_truth():
     for _ in range(400):
         chances = [rng.betavariate(1.4, 0.6) for _ in range(40)]
         found = clustered_mean([[float(rng.random() < chance) for _ in range(4)] for chance in chances])
-        assert found is not None and found.low is not None and found.high is not None
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
         covered += found.low <= 0.7 <= found.high
     assert 0.92 <= covered / 400 <= 0.98

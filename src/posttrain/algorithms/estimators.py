@@ -52,8 +52,10 @@ def majority(predictions: Sequence[str | None], right: Sequence[bool]) -> float:
     return math.fsum(sum(judged) / most for judged in winners) / len(winners)
 
 
-def clustered_mean(values: Sequence[Sequence[float]]) -> Estimate | None:
+def clustered_mean(values: Sequence[Sequence[float]], samples: int | None = None) -> Estimate | None:
     """The mean over all values, and its interval when every inner sequence is one task. None without any value.
+
+    samples: how many samples the values were made of, when they are not the samples themselves (pass@k of each task).
 
     Variance of the mean: sum over tasks of (S - m mean)^2 / M^2, where S is the sum of a task's m values and M counts
     all values (clustered standard error, Miller 2024, arXiv:2411.00640). Values that all lie in [0, 1] get Wilson's
@@ -67,7 +69,7 @@ def clustered_mean(values: Sequence[Sequence[float]]) -> Estimate | None:
     mean = math.fsum(value for task in tasks for value in task) / count
     variance = math.fsum((math.fsum(task) - len(task) * mean) ** 2 for task in tasks) / count**2
     if all(0 <= value <= 1 for task in tasks for value in task):
-        low, high = wilson(mean, effective_samples(mean, variance, len(tasks), count))
+        low, high = wilson(mean, effective_samples(mean, variance, len(tasks), samples or count))
         return Estimate(mean, low, high, len(tasks))
     if len(tasks) == 1:
         return Estimate(mean, None, None, 1)
