@@ -54,6 +54,7 @@ __all__ = [
     "DataConfig",
     "EnvConfig",
     "EvalConfig",
+    "EvalRunConfig",
     "Limits",
     "ModelConfig",
     "OptimizerConfig",
@@ -166,6 +167,12 @@ class AlgorithmConfig(Section):
     kl_coef: NonNegativeFloat = 0.0
     kl_estimator: str = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
+    measure_kl: bool = Field(
+        default=False, description="record the KL from the start policy also where kl_coef is 0"
+    )
+    kl_on_silent_groups: bool = Field(
+        default=True, description="with kl_in: loss, whether groups of equal rewards are pulled to the reference, too"
+    )
     clip_low: NonNegativeFloat | None = None
     clip_high: NonNegativeFloat | None = None
     clip_dual: PositiveFloat | None = None
@@ -229,6 +236,19 @@ class EvalConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: NonNegativeInt = 0
     max_tasks: PositiveInt | None = Field(default=None, description="the first of the set; None = all")
+    right_from: float = Field(
+        default=1.0, allow_inf_nan=False, description="a sample is right from this reward on (pass@k, maj@k)"
+    )
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise key_error(
+                "temperature",
+                f"0 gives the same answer {self.samples_per_prompt} times; set eval.temperature above 0, "
+                "or eval.samples_per_prompt to 1",
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -275,6 +295,15 @@ class RLConfig(Section):
     @property
     def evaluates(self) -> bool:
         return bool(self.data.eval)
+
+
+class EvalRunConfig(RLConfig):
+    """The same file read for evaluation or chat: what only training needs may be missing from it or not fit."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        _check_env(self)
+        return self
 
 
 def plan_of(config: RLConfig, train_tasks: int) -> Plan:
@@ -331,6 +360,8 @@ def _check_env(config: RLConfig) -> None:
 def _check_best(config: RLConfig) -> None:
     if config.checkpoint.keep_best is None:
         return
+    if not config.checkpoint.keep_best.startswith("eval/"):
+        raise key_error("checkpoint.keep_best", "choose a metric of the evaluation (eval/...), such as eval/reward")
     if not config.evaluates:
         raise key_error("checkpoint.keep_best", "nothing measures it: set data.eval")
     if config.eval.every == 0 or config.checkpoint.every % config.eval.every:

@@ -105,8 +105,7 @@ class CheckpointStore:
 
     def all(self) -> list[Checkpoint]:
         """By step, unverified."""
-        folders = [path for path in self.folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-        return sorted((_load(path) for path in folders), key=lambda checkpoint: checkpoint.step)
+        return checkpoints_in(self.folder)
 
     def latest(self) -> Checkpoint | None:
         """The checkpoint of the highest step, verified; None when there is none.
@@ -117,7 +116,8 @@ class CheckpointStore:
 
     def best(self) -> Checkpoint | None:
         """The checkpoint that `keep_best` asks for, verified; None when its metric was never measured."""
-        return self._verified(self._best(self.all()))
+        found = best_of(self.all(), self.keep_best)
+        return self._verified([] if found is None else [found])
 
     def discard_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, the latest first: for resuming from an earlier one."""
@@ -138,19 +138,27 @@ class CheckpointStore:
             checkpoint.verify()
         return found[0] if found else None
 
-    def _best(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        measured = [checkpoint for checkpoint in checkpoints if checkpoint.metric is not None]
-        if self.keep_best is None or not measured:
-            return []
-        score = self.keep_best.score
-        return [max(measured, key=lambda checkpoint: (score(checkpoint.metric or 0.0), -checkpoint.step))]
-
     def _prune(self) -> None:
         checkpoints = self.all()
-        kept = {checkpoint.step for checkpoint in checkpoints[-self.keep :] + self._best(checkpoints)}
+        best = best_of(checkpoints, self.keep_best)
+        kept = {checkpoint.step for checkpoint in checkpoints[-self.keep :] + ([] if best is None else [best])}
         for checkpoint in checkpoints:
             if checkpoint.step not in kept:
                 remove_tree(checkpoint.path)
+
+
+def checkpoints_in(folder: Path) -> list[Checkpoint]:
+    """Those in `folder`, by step, unverified. Only reads, so that it may be asked while the run goes on."""
+    folders = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    return sorted((_load(path) for path in folders), key=lambda checkpoint: checkpoint.step)
+
+
+def best_of(checkpoints: list[Checkpoint], keep_best: KeepBest | None) -> Checkpoint | None:
+    """None when nothing was measured, or nothing is to be compared."""
+    measured = [(c.metric, -c.step, c) for c in checkpoints if c.metric is not None]
+    if keep_best is None or not measured:
+        return None
+    return max(measured, key=lambda entry: (keep_best.score(entry[0]), entry[1]))[2]
 
 
 def _load(path: Path) -> Checkpoint:

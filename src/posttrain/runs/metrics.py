@@ -82,6 +82,7 @@ METRICS: dict[str, Metric] = {
     "train/policy_version": Metric("step", "last", "optimizer steps behind the weights"),
     # distance to the reference model
     "ref/kl": Metric("token", "mean", "KL of the policy from the reference, by the chosen estimator"),
+    "ref/kl_only": Metric("token", "mean", "share of trained tokens without advantage: the KL term alone moves them"),
     # the critic
     "critic/loss": Metric("step", "mean", "value loss of a mini-batch"),
     "critic/explained_variance": Metric("step", "last", "share of the variance of returns that values explain"),
@@ -102,10 +103,12 @@ METRICS: dict[str, Metric] = {
     "eval/component/<name>": Metric("episode", "mean", "a named part of the score"),
     "eval/source/<name>": Metric("episode", "mean", "reward of one source"),
     "eval/pass_at_<k>": Metric("group", "mean", "probability that one of k samples is right"),
-    "eval/mean_at_<k>": Metric("group", "mean", "mean over k samples"),
+    "eval/mean_at_<k>": Metric("group", "mean", "reward: mean over the k samples of a task, then over tasks"),
     "eval/maj_at_<k>": Metric("group", "mean", "share of tasks whose most frequent answer is right"),
     "eval/scored": Metric("step", "sum", "evaluation episodes with a score"),
     "eval/invalid": Metric("step", "sum", "evaluation episodes that broke"),
+    "eval/invalid/<reason>": Metric("step", "sum", "of these, by reason"),
+    "eval/abstained": Metric("step", "sum", "evaluation episodes that the scorer declined to judge"),
     "eval/calls": Metric("episode", "mean", "tool calls attempted"),
     "eval/searches": Metric("episode", "mean", "searches attempted"),
     "eval/turns": Metric("episode", "mean", "policy turns"),
