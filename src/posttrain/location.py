@@ -1,4 +1,7 @@
-"""The user's own code by its location: "package.module:name" or "path/to/file.py:name". Standard library only."""
+"""The user's own code by its location: "package.module:name" or "path/to/file.py:name".
+
+The only loader of such code, in worker processes too. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import importlib
 import importlib.util
 import re
 import sys
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +21,7 @@ LOCATION = re.compile(r"^(?:[A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*$")
 
 
 class LocationError(ValueError):
-    """There is nothing at a location; says what was looked for, where, and what is there instead."""
+    """Nothing can be had from a location; says what was looked for, where, and what is there instead."""
 
 
 def is_location(text: str) -> bool:
@@ -27,7 +32,7 @@ def is_location(text: str) -> bool:
 def locate(location: str) -> Any:
     """The object at a location. A file is executed once per process; its relative path starts at the working folder.
 
-    Raises LocationError; what the module itself raises when it is imported passes through.
+    Raises LocationError, also when the module is there but fails to import: then with what it raised, and where.
     """
     place, _, name = location.rpartition(":")
     if not is_location(location):
@@ -35,19 +40,25 @@ def locate(location: str) -> Any:
     module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
     if not hasattr(module, name):
         public = [entry for entry in vars(module) if not entry.startswith("_")]
-        near = difflib.get_close_matches(name, public, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise LocationError(f"{place} has no {name!r}{hint}")
+        raise LocationError(f"{place} has no {name!r}.{did_you_mean(name, public)}")
     return getattr(module, name)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """ " Did you mean ...?" with the name most like `name`, or ""."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _import(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+        return _imported(name, lambda: importlib.import_module(name))
+    except LocationError as error:
+        cause = error.__cause__
+        absent = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if absent is None or not f"{name}.".startswith(f"{absent}."):
             raise  # the module is there, but something that it imports is not
-        raise LocationError(f"there is no module {error.name!r} on the import path (looked for {name!r})") from None
+        raise LocationError(f"there is no module {absent!r} on the import path (looked for {name!r})") from None
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -60,10 +71,20 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise LocationError(f"Python cannot load {str(path)!r}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    loader = spec.loader
     try:
-        spec.loader.exec_module(module)
+        return _imported(str(path), lambda: loader.exec_module(module) or module)
     except BaseException:
         del sys.modules[name]
         raise
-    return module
+
+
+def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return load()
+    except (Exception, SystemExit) as error:
+        raised = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+        where = f", raised at {raised[-1].filename}:{raised[-1].lineno}"
+        at = "" if isinstance(error, SyntaxError) else where  # a syntax error names its own line
+        raise LocationError(f"{place} cannot be imported: {type(error).__name__}: {error}{at}") from error

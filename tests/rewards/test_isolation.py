@@ -220,7 +220,7 @@ print(int(asyncio.run(score(load_reward("{location("where")}"), episode, Task(id
 
 
 def test_a_missing_file_names_the_folder_searched(location):
-    with pytest.raises(RewardError, match=r"no reward file 'other.py' \(looked from"):
+    with pytest.raises(RewardError, match=r"no file 'other.py' \(looked from"):
         load_reward("other.py:good")
 
 
@@ -235,7 +235,7 @@ def test_a_missing_module_is_named():
 
 
 def test_something_else_than_a_function_is_refused(location):
-    with pytest.raises(RewardError, match="is a int, not a function"):
+    with pytest.raises(RewardError, match="is of type int; expected a function"):
         load_reward("mine.py:not_a_function")
 
 
@@ -244,10 +244,12 @@ def test_an_unknown_option_is_refused_before_anything_starts(location):
         load_reward(RewardConfig(name=location("good"), options={"bonsu": 1}))
 
 
-def test_a_file_that_fails_to_import_shows_its_own_error(tmp_path, monkeypatch):
+def test_a_file_that_fails_to_import_says_what_it_raised(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("import not_there_either\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="not_there_either"):
+    with pytest.raises(
+        RewardError, match=r"ModuleNotFoundError: No module named 'not_there_either', raised at .*broken.py:1"
+    ):
         load_reward("broken.py:fn")
 
 

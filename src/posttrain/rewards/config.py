@@ -7,8 +7,9 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from posttrain.location import did_you_mean
 from posttrain.rewards import REWARDS
-from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction, nearest
+from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction
 from posttrain.rewards.scoring import CustomReward, IsolatedReward, Mixture, Part, Reward, RuleReward
 
 
@@ -97,6 +98,6 @@ def _reward(name: str, options: dict[str, Any], config: RewardConfig) -> Reward:
 def _unknown(name: str) -> str:
     known = ", ".join(sorted(REWARDS))
     return (
-        f"unknown reward {name!r}.{nearest(name, list(REWARDS))} Known: {known}. "
+        f"unknown reward {name!r}.{did_you_mean(name, REWARDS)} Known: {known}. "
         f"Your own: 'path.py:function' or 'pkg.mod:function'."
     )

@@ -6,19 +6,13 @@ Imported by the worker process too, so it stays with the standard library.
 from __future__ import annotations
 
 import asyncio
-import difflib
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from posttrain.location import LocationError, locate
 from posttrain.task import Invalid, Outcome, Task, as_outcome
 from posttrain.trajectory import Episode
 
@@ -114,55 +108,11 @@ def reward_error(error: BaseException) -> Invalid:
 
 
 def load_function(location: str) -> Callable[..., Any]:
-    """The function at "path.py:name" (from the working folder) or "pkg.mod:name".
-
-    Raises RewardError when file, module or name are missing (naming the nearest); errors of the user's own module pass.
-    """
-    place, colon, name = location.rpartition(":")
-    if not colon or not place or not name:
-        raise RewardError(
-            f"{location!r} is no location of a function; expected 'path.py:function' or 'pkg.mod:function'"
-        )
-    module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
-    function = getattr(module, name, None)
-    if function is None:
-        public = [known for known in vars(module) if not known.startswith("_")]
-        raise RewardError(f"{place} has no {name!r}.{nearest(name, public)}")
+    """The function at "path.py:name" (from the working folder) or "pkg.mod:name". Raises RewardError."""
+    try:
+        function = locate(location)
+    except LocationError as error:
+        raise RewardError(f"reward {location!r}: {error}") from error
     if not callable(function):
-        raise RewardError(f"{location} is a {type(function).__name__}, not a function")
+        raise RewardError(f"reward {location!r} is of type {type(function).__name__}; expected a function")
     return function
-
-
-def nearest(name: str, names: Sequence[str]) -> str:
-    """' Did you mean ...?' or ''."""
-    found = difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {found[0]!r}?" if found else ""
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but something that it imports is not
-        raise RewardError(f"there is no module {error.name!r} on the import path (for reward {name!r})") from None
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise RewardError(f"there is no reward file {str(path)!r} (looked from {str(Path.cwd())!r})")
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    name = f"posttrain_reward_{path.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"Python cannot load {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
