@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -32,6 +32,7 @@ class Collector:
     spec: RolloutSpec
     rewards: Mapping[str | None, Reward]
     seed: int
+    on_group: Callable[[], None] | None = None  # told when a group is complete, for a display
 
 
 async def collect(tasks: Sequence[Task], collector: Collector, *, group_size: int, step: int) -> list[Trajectory]:
@@ -72,6 +73,8 @@ async def _collect_group(draw: Draw, collector: Collector, step: int) -> list[Tr
     outcomes = await score_group(collector.rewards[task.reward], episodes, task)
     for parts, outcome in zip(judged, outcomes, strict=True):
         attach_outcome(parts, outcome)
+    if collector.on_group is not None:
+        collector.on_group()
     return trajectories
 
 
@@ -95,9 +98,13 @@ def attach_outcome(parts: Sequence[Trajectory], outcome: Outcome) -> None:
 
 
 def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Those that may enter a baseline and train: scored, with at least one token of the policy in the episode."""
+    """Those that may enter a baseline and train: scored, with at least one token of the policy in the episode.
+
+    In the order of their names, so that nothing depends on the order in which they arrived.
+    """
     written = {t.episode_id for t in trajectories if t.policy_token_count}
-    return [t for t in trajectories if isinstance(t.outcome, Score) and t.episode_id in written]
+    kept = [t for t in trajectories if isinstance(t.outcome, Score) and t.episode_id in written]
+    return sorted(kept, key=lambda t: (t.group_id, t.episode_id))
 
 
 def check_invalid_share(trajectories: Sequence[Trajectory], limit: float) -> None:

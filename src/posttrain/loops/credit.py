@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.advantages import gae_returns
+from posttrain.algorithms.returns import gae_returns
 from posttrain.loops.learner import Learner
 from posttrain.packing import Batch, bins_of, pack, select
 from posttrain.trajectory import Trajectory
@@ -24,7 +24,7 @@ def assign_credit(trajectories: Sequence[Trajectory], learner: Learner) -> Batch
     algorithm = learner.config.algorithm
     batch = pack(trajectories)
     batch.old_logprobs = old_logprobs(batch, learner)
-    if learner.ref is not None and algorithm.kl_in == "reward":
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         batch.rewards = batch.rewards - algorithm.kl_coef * kl_to_ref(batch, learner)
     values = None
     if learner.critic is not None:
@@ -61,6 +61,17 @@ def kl_to_ref(batch: Batch, learner: Learner) -> Tensor:
     return estimate(batch.old_logprobs, batch.streams["ref_logprobs"], batch.loss_mask)
 
 
+def kl_of_some(batch: Batch, learner: Learner) -> tuple[float, int] | None:
+    """Mean KL from the reference at the policy tokens of one segment of each group, and how many tokens these are.
+
+    For a run whose loss has no KL: enough to see how far the policy has moved, at a fraction of a forward.
+    """
+    group_of = batch.of_segment(batch.group_index)
+    some = select(batch, [group_of.index(group) for group in dict.fromkeys(group_of)])
+    kl, count = kl_to_ref(some, learner), int(some.loss_mask.sum())
+    return (float(kl[some.loss_mask].double().mean()), count) if count else None
+
+
 @torch.no_grad()
 def by_micro_batch(forward: Callable[[Batch], Tensor], batch: Batch, learner: Learner) -> Tensor:
     """[T] of a forward without gradients, computed a micro-batch at a time and put back in the batch's order."""
@@ -72,20 +83,18 @@ def by_micro_batch(forward: Callable[[Batch], Tensor], batch: Batch, learner: Le
 
 
 def mini_batches(batch: Batch, learner: Learner, *, seed: str) -> list[Batch]:
-    """The step's groups, shuffled by `seed` and dealt to the planned number of mini-batches; some may be empty.
+    """The step's groups, shuffled by `seed` and dealt to at most the planned number of mini-batches.
 
-    Every mini-batch has its loss weights, and its groups without signal have been left out.
+    Every mini-batch has its loss weights; then its groups without signal are left out, and it may be empty.
     """
     groups = sorted(set(batch.group_index.tolist()))
     random.Random(seed).shuffle(groups)
     count = learner.config.batch.mini_batches
     hands = [set(groups[start::count]) for start in range(count)]
     group_of = batch.of_segment(batch.group_index)
-    return [
-        without_silent_groups(weighted(select(batch, [s for s, g in enumerate(group_of) if g in hand]), learner))
-        for hand in hands
-        if hand
-    ]
+    minis = [select(batch, [s for s, g in enumerate(group_of) if g in hand]) for hand in hands if hand]
+    complete = [weighted(mini, learner) for mini in minis]
+    return [without_silent_groups(mini) for mini in complete] if learner.silent_groups_may_go else complete
 
 
 def weighted(mini: Batch, learner: Learner) -> Batch:
@@ -95,7 +104,7 @@ def weighted(mini: Batch, learner: Learner) -> Batch:
 
 
 def without_silent_groups(mini: Batch) -> Batch:
-    """Leaves out groups whose advantages are all 0: exact, for a loss that is proportional to the advantage."""
+    """Leaves out groups whose advantages are all 0; see `Learner.silent_groups_may_go`."""
     assert mini.advantages is not None
     loud = set(mini.group_index[mini.advantages != 0].tolist())
     group_of = mini.of_segment(mini.group_index)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from posttrain.algorithms import LOSSES
 from posttrain.config import RLConfig
 from posttrain.trainer.critic import Critic
+from posttrain.trainer.loading import load_config, model_path, pick_device
 from posttrain.trainer.optimizer import Optimizer
 from posttrain.trainer.policy import Policy
 
@@ -24,7 +26,7 @@ SMALL_HIDDEN_SIZE = 512
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
-    """The models of a run. `ref` is there only when the KL term is on, `critic` only when the config has one."""
+    """The models of a run. `ref` is there only when a KL is asked for, `critic` only when the config has one."""
 
     config: RLConfig
     policy: Policy
@@ -38,6 +40,29 @@ class Learner:
     def temperature(self) -> float:
         return self.config.sampling.temperature
 
+    def policy_learns(self, step: int) -> bool:
+        """False while only the critic warms up. step: numbered from 1."""
+        return self.config.critic is None or step > self.config.critic.warmup_steps
+
+    @property
+    def silent_groups_may_go(self) -> bool:
+        """Whether leaving out groups whose advantages are all 0 is exact: when nothing else moves a weight.
+
+        The KL term of the loss does (unless it is switched off for them), so does a critic, whose values change between
+        the epochs of a step, and so may a loss that is not ours.
+        """
+        algorithm = self.config.algorithm
+        kl_moves = self.kl_in_loss and algorithm.kl_on_silent_groups
+        return not kl_moves and self.critic is None and algorithm.loss in LOSSES
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.config.algorithm.kl_coef > 0 and self.config.algorithm.kl_in == "loss"
+
+    @property
+    def kl_is_only_measured(self) -> bool:
+        return self.config.algorithm.measure_kl and self.config.algorithm.kl_coef == 0
+
     @property
     def parallel_micro_batches(self) -> int:
         """Micro-batches worked on at once: threads on a CPU, one at a time on a GPU."""
@@ -47,14 +72,14 @@ class Learner:
 def make_learner(config: RLConfig, optimizer_steps: int, checkpoint: Path | None = None) -> Learner:
     """Loads the models of a new run, or those of a checkpoint together with their optimizers."""
     model = config.model if checkpoint is None else config.model.model_copy(update={"path": str(checkpoint)})
+    if pick_device(model.device).type == "cpu":  # before anything is computed: start-up checks stall, too
+        torch.set_num_threads(threads_for(load_config(model_path(model.path)).get_text_config().hidden_size))
     policy = Policy.from_config(model)
-    if policy.device.type == "cpu":
-        torch.set_num_threads(threads_for(policy.config.hidden_size))
     learner = Learner(
         config=config,
         policy=policy,
         optimizer=Optimizer(policy.parameters(), config.optimizer, optimizer_steps),
-        ref=Policy.from_config(config.model) if config.algorithm.kl_coef > 0 else None,
+        ref=Policy.from_config(config.model) if config.algorithm.kl_coef > 0 or config.algorithm.measure_kl else None,
     )
     if config.critic is not None:
         start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -9,7 +11,11 @@ from itertools import groupby
 
 import torch
 
-from posttrain.algorithms.diagnostics import approx_kl, mismatch
+from posttrain.algorithms.diagnostics import approx_kl, clip_fraction, mismatch
+from posttrain.algorithms.values import explained_variance
+from posttrain.config import AlgorithmConfig
+from posttrain.data import TaskStream
+from posttrain.loops.learner import Learner
 from posttrain.loops.update import Update
 from posttrain.packing import Batch
 from posttrain.runs.metrics import Metrics
@@ -19,14 +25,19 @@ from posttrain.trajectory import Source, Trajectory
 WORD = re.compile(r"[^\w.-]+")
 
 
-def record_rollout(metrics: Metrics, trajectories: Sequence[Trajectory], sources: dict[str, str]) -> None:
-    """What became of the episodes. sources: task id -> name of its source."""
+def record_rollout(
+    metrics: Metrics, trajectories: Sequence[Trajectory], kept: Sequence[Trajectory], sources: dict[str, str]
+) -> None:
+    """What became of the episodes. kept: those that may train. sources: task id -> name of its source."""
     episodes = [list(parts) for _, parts in groupby(trajectories, key=lambda t: t.episode_id)]
     metrics.record("rollout/episodes", len(episodes))
     for outcome, key in ((Score, "scored"), (Invalid, "invalid"), (Abstain, "abstained")):
         metrics.record(f"rollout/{key}", sum(isinstance(parts[-1].outcome, outcome) for parts in episodes))
     for parts in episodes:
         _record_episode(metrics, parts, sources[parts[-1].task_id])
+    _record_shares(metrics, episodes)
+    scored = {t.episode_id for t in trajectories if isinstance(t.outcome, Score)}
+    metrics.record("rollout/dropped", len(scored - {t.episode_id for t in kept}))
     turns = [turn for t in trajectories for turn in t.turns]
     metrics.record("rollout/tokens_cut", sum(turn.tokens_cut for turn in turns))
     metrics.record("rollout/bytes_cut", sum(turn.bytes_cut for turn in turns))
@@ -49,6 +60,19 @@ def _record_episode(metrics: Metrics, parts: list[Trajectory], source: str) -> N
         metrics.record(f"rollout/invalid/{word(outcome.reason)}", 1)
     if isinstance(outcome, Score):
         record_score(metrics, "reward", name, outcome, source)
+
+
+def _record_shares(metrics: Metrics, episodes: list[list[Trajectory]]) -> None:
+    """How episodes ended and what became of their calls; every kind that occurs is counted in every episode."""
+    turns = {parts[-1].episode_id: [turn for t in parts for turn in t.turns] for parts in episodes}
+    ends = {name: turns_of[-1].stop_reason if turns_of else None for name, turns_of in turns.items()}
+    calls = {name: [call.status for turn in turns_of for call in turn.calls] for name, turns_of in turns.items()}
+    for reason in {reason for reason in ends.values() if reason is not None}:
+        for name, end in ends.items():
+            metrics.record(f"rollout/stop/{reason}", float(end is reason), id=name)
+    for status in {status for statuses in calls.values() for status in statuses}:
+        for name, statuses in calls.items():
+            metrics.record(f"rollout/calls/{status}", statuses.count(status), id=name)
 
 
 def record_score(metrics: Metrics, place: str, episode: str, score: Score, source: str) -> None:
@@ -75,41 +99,90 @@ def record_groups(metrics: Metrics, batch: Batch, trajectories: Sequence[Traject
         metrics.record("group/no_signal", float(index not in loud), id=group)
 
 
-def record_updates(metrics: Metrics, updates: Sequence[Update], kl_coef: float) -> None:
-    metrics.record("train/skipped_updates", sum(u.report is None or u.report.skipped for u in updates))
+def record_credit(metrics: Metrics, batch: Batch, version: int) -> None:
+    """What is learnt from: advantages, values, and how old the weights were that sampled. version: of the policy."""
+    mask, count = batch.loss_mask, int(batch.loss_mask.sum())
+    assert batch.advantages is not None
+    advantages = batch.advantages[mask].double()
+    metrics.record("train/advantage_mean", float(advantages.mean()), count=count)
+    metrics.record("train/advantage_std", float(advantages.std(correction=0)))
+    metrics.record("gap/staleness", float((version - batch.policy_versions[mask]).double().mean()), count=count)
+    if "values" in batch.streams:
+        values, returns = batch.streams["values"], batch.streams["returns"]
+        metrics.record("critic/explained_variance", explained_variance(values, returns, mask))
+        metrics.record("critic/value_mean", float(values[mask].double().mean()), count=count)
+
+
+def record_updates(metrics: Metrics, updates: Sequence[Update], algorithm: AlgorithmConfig) -> None:
+    reports = [done.report for done in updates if done.report is not None]
+    metrics.record("train/skipped_updates", len(updates) - sum(not report.skipped for report in reports))
+    for report in reports:
+        metrics.record("train/grad_norm", report.grad_norm)
+        metrics.record("train/grad_norm_max", report.grad_norm)
     for done in updates:
-        if done.report is None:
-            continue
+        metrics.record("train/lr", done.lr)
         metrics.record("train/loss", done.loss)
-        metrics.record("train/grad_norm", done.report.grad_norm)
-        metrics.record("train/grad_norm_max", done.report.grad_norm)
-        metrics.record("train/lr", done.report.lr)
         if done.critic_report is not None:
             metrics.record("critic/loss", done.critic_loss)
             metrics.record("critic/grad_norm", done.critic_report.grad_norm)
             metrics.record("critic/lr", done.critic_report.lr)
-        for part in done.parts:
-            _record_part(metrics, part, kl_coef)
-    first = next((u for u in updates if u.parts), None)
-    if first is not None:
-        _record_gap(metrics, first)
+    learnt = [done for done in updates if done.report is not None]
+    for done in learnt:
+        parts = [part for part in done.parts if bool(part.loss_mask.any())]
+        for part in parts:
+            _record_part(metrics, part, clip_range(algorithm))
+        _record_kl(metrics, [part for part in parts if "kl" in part.streams], algorithm.kl_coef)
+    if learnt:
+        _record_gap(metrics, learnt[0])
 
 
-def _record_part(metrics: Metrics, part: Batch, kl_coef: float) -> None:
-    mask = part.loss_mask
-    count = int(mask.sum())
-    if not count:
-        return
+def clip_range(algorithm: AlgorithmConfig) -> tuple[float, float] | None:
+    """(low, high) of a loss that clips ratios."""
+    parameters = inspect.signature(algorithm.functions["loss"]).parameters
+    if not {"clip_low", "clip_high"} <= parameters.keys():
+        return None
+    given = algorithm.options_of("loss")
+    low, high = (given.get(side, parameters[side].default) for side in ("clip_low", "clip_high"))
+    return low, high
+
+
+def _record_part(metrics: Metrics, part: Batch, clip: tuple[float, float] | None) -> None:
+    mask, count = part.loss_mask, int(part.loss_mask.sum())
     assert part.old_logprobs is not None
+    assert part.advantages is not None
     logprobs = part.streams["logprobs"]
     metrics.record("train/trained_tokens", count)
     metrics.record("train/entropy", float(part.streams["entropy"][mask].mean()), count=count)
     metrics.record("train/approx_kl", approx_kl(logprobs, part.old_logprobs, mask), count=count)
     metrics.record("train/ratio_max", float((logprobs - part.old_logprobs)[mask].max().exp()))
-    if "kl" in part.streams:
+    if clip is None:
+        return
+    low, high = clip
+    for key, sides in (
+        ("train/clip_fraction", (low, high)),
+        ("train/clip_fraction_low", (low, math.inf)),
+        ("train/clip_fraction_high", (math.inf, high)),
+    ):
+        share = clip_fraction(logprobs, part.old_logprobs, part.advantages, mask, clip_low=sides[0], clip_high=sides[1])
+        metrics.record(key, share, count=count)
+
+
+def _record_kl(metrics: Metrics, parts: list[Batch], kl_coef: float) -> None:
+    """parts: the micro-batches of one update that have a KL term."""
+    for part in parts:
+        mask, count = part.loss_mask, int(part.loss_mask.sum())
+        assert part.advantages is not None
         metrics.record("ref/kl", float(part.streams["kl"][mask].mean()), count=count)
-        assert part.weights is not None
-        metrics.record("train/kl_loss", kl_coef * float((part.streams["kl"] * part.weights).sum()))
+        metrics.record("ref/kl_only", float((part.advantages[mask] == 0).double().mean()), count=count)
+    terms = [float((part.streams["kl"] * part.weights).sum()) for part in parts if part.weights is not None]
+    metrics.record("train/kl_loss", kl_coef * sum(terms) if terms else None)
+
+
+def record_progress(metrics: Metrics, learner: Learner, stream: TaskStream) -> None:
+    metrics.record("train/policy_version", learner.policy.version)
+    metrics.record("train/optimizer_steps", learner.optimizer.steps_done)
+    metrics.record("data/consumed", stream.drawn)
+    metrics.record("data/epoch", min(stream.epochs.values()))
 
 
 def _record_gap(metrics: Metrics, first: Update) -> None:

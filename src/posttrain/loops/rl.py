@@ -17,11 +17,11 @@ from pathlib import Path
 from posttrain.config import RLConfig, config_yaml, load_config, plan_of
 from posttrain.data import TaskStream
 from posttrain.loops.build import Parts, eval_params, load_parts, make_collector, make_sampler, training_params
-from posttrain.loops.collect import Collector, check_invalid_share, collect, usable
-from posttrain.loops.credit import assign_credit
+from posttrain.loops.collect import Collector, TooManyInvalid, check_invalid_share, collect, usable
+from posttrain.loops.credit import assign_credit, kl_of_some
 from posttrain.loops.evaluate import Evaluation, evaluate
 from posttrain.loops.learner import Learner, make_learner, save_learner
-from posttrain.loops.record import record_groups, record_rollout, record_updates
+from posttrain.loops.record import record_credit, record_groups, record_progress, record_rollout, record_updates
 from posttrain.loops.update import Update, offending_episodes, update
 from posttrain.packing import Batch
 from posttrain.runs.checkpoint import Checkpoint, CheckpointStore, KeepBest
@@ -31,6 +31,8 @@ from posttrain.runs.plan import Plan
 from posttrain.runs.rng import rng_state, seed_everything, set_rng_state
 from posttrain.runs.sinks import Sinks
 from posttrain.runs.trajectories import write_trajectories
+from posttrain.sampler.native import NativeSampler
+from posttrain.task import Task
 from posttrain.trajectory import Trajectory
 
 log = logging.getLogger("posttrain")
@@ -50,10 +52,17 @@ class Run:
     stream: TaskStream
     collector: Collector
     eval_collector: Collector
+    sampler: NativeSampler
     sinks: Sinks
+    log_file: logging.Handler
     step: int = 0
     measured: dict[str, float] = field(default_factory=dict)  # the last evaluation's metrics
     on_row: Callable[[int, Row], None] | None = None
+    on_eval: Callable[[int, Evaluation], None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.config.run.steps
 
     @property
     def sources(self) -> dict[str, str]:
@@ -62,6 +71,8 @@ class Run:
     def close(self) -> None:
         self.parts.close()
         self.sinks.close()
+        log.removeHandler(self.log_file)
+        self.log_file.close()
         self.directory.close()
 
 
@@ -82,20 +93,24 @@ def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None) ->
     try:
         return _assemble(config, directory, parts, plan, checkpoint=None)
     except BaseException:
+        parts.close()
         directory.close()
         raise
 
 
 def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None) -> Run:
-    """The run at `path`, at its latest checkpoint; from the beginning when it was killed before the first one."""
+    """The run at `path`, at its latest checkpoint; from the beginning when it was killed before the first one.
+
+    A run that is finished comes back finished: `Run.finished` says so, and `train` does nothing more.
+    """
     directory = RunDirectory.resume(path)
     try:
         config = load_config(RLConfig, directory.config_file)
+        latest = _store(config, directory).latest()
         parts = load_parts(config)
         plan = plan_of(config, len(parts.train))
         if on_plan is not None:
             on_plan(plan)
-        latest = _store(config, directory).latest()
         run = _assemble(config, directory, parts, plan, checkpoint=latest)
         directory.rewind(-1 if latest is None else run.step)  # -1: also the evaluation before the first step
     except BaseException:
@@ -107,59 +122,82 @@ def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None) -> Run:
 def train(run: Run) -> Run:
     """Runs all steps that are left. What is finished when this raises is kept and can be resumed."""
     with asyncio.Runner() as runner:
-        if run.step == 0 and 0 in run.plan.eval_steps:
-            metrics = Metrics()
-            _evaluate(run, runner, metrics)
-            _log(run, metrics)
-        while run.step < run.config.run.steps:
-            metrics = Metrics()
-            with timed(metrics, "time/step"):
-                train_step(run, runner, metrics)
-                run.step += 1
-                if run.step in run.plan.eval_steps:
-                    _evaluate(run, runner, metrics)
-            _log(run, metrics)
-            if run.step in run.plan.checkpoint_steps:
-                checkpoint(run)
-        if run.parts.retriever is not None:
-            runner.run(run.parts.retriever.close())
+        try:
+            if run.step == 0 and 0 in run.plan.eval_steps:
+                _log(run, _evaluate(run, runner, Metrics()))
+            while not run.finished:
+                _do_step(run, runner)
+        finally:
+            if run.parts.retriever is not None:
+                runner.run(run.parts.retriever.close())
     assert run.learner.optimizer.steps_done == run.plan.optimizer_steps, "the plan is what is executed"
     return run
 
 
+def _do_step(run: Run, runner: asyncio.Runner) -> None:
+    """A step, and what is due after it."""
+    metrics = Metrics()
+    with timed(metrics, "time/step"):
+        train_step(run, runner, metrics)
+        run.step += 1
+        if run.step in run.plan.eval_steps:
+            _evaluate(run, runner, metrics)
+    _log(run, metrics)
+    if run.step in run.plan.checkpoint_steps:
+        checkpoint(run)
+
+
 def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
     """Tasks in, new weights out."""
-    config, learner, step = run.config, run.learner, run.step + 1
+    learner, batch = run.learner, None
 
-    # 1. roll out: task -> group of trajectories, scored
-    tasks = run.stream.next(config.batch.prompts_per_step)
+    # 1. publish weights and roll out: task -> group of scored trajectories
+    tasks = run.stream.next(run.config.batch.prompts_per_step)
     with timed(metrics, "time/rollout"):
-        group_size = config.batch.samples_per_prompt
-        trajectories = runner.run(collect(tasks, run.collector, group_size=group_size, step=step))
-    record_rollout(metrics, trajectories, run.sources)
-    check_invalid_share(trajectories, config.run.max_invalid_share)
+        trajectories = _roll_out(run, runner, tasks)
     kept = usable(trajectories)
+    record_rollout(metrics, trajectories, kept, run.sources)
+    _stop_if_broken(run, trajectories)
 
-    # 2. assign credit: rewards -> advantages; 3. update
-    updates: list[Update] = []
+    # 2. assign credit: rewards -> advantages
     if kept:
         with timed(metrics, "time/logprobs"):
             batch = assign_credit(kept, learner)
         record_groups(metrics, batch, kept)
-        with timed(metrics, "time/update"):
-            updates = update(learner, batch, step=step)
-        record_updates(metrics, updates, config.algorithm.kl_coef)
+        record_credit(metrics, batch, learner.policy.version)
+        if learner.kl_is_only_measured and (measured := kl_of_some(batch, learner)) is not None:
+            metrics.record("ref/kl", measured[0], count=measured[1])
         keep_advantages(kept, batch)
-    else:
-        log.warning("step %d: no usable episode, no update", step)
-        learner.optimizer.pass_over(config.batch.optimizer_steps_per_step)
 
-    metrics.record("train/policy_version", learner.policy.version)
-    metrics.record("train/optimizer_steps", learner.optimizer.steps_done)
-    metrics.record("data/consumed", run.stream.drawn)
+    # 3. update: epochs, mini-batches, micro-batches
+    with timed(metrics, "time/update"):
+        updates = update(learner, batch, step=run.step + 1)
+    record_updates(metrics, updates, run.config.algorithm)
+    record_progress(metrics, learner, run.stream)
     _dump_non_finite(run, updates, kept)
+    _keep_trajectories(run, trajectories)
+
+
+def _roll_out(run: Run, runner: asyncio.Runner, tasks: list[Task]) -> list[Trajectory]:
+    """The sampler starts empty: it runs the policy itself, so that dropping what it cached is all the publishing there
+    is, and what a resumed run samples cannot depend on what was cached before the kill."""
+    run.sampler.reset()
+    group_size = run.config.batch.samples_per_prompt
+    return runner.run(collect(tasks, run.collector, group_size=group_size, step=run.step + 1))
+
+
+def _stop_if_broken(run: Run, trajectories: list[Trajectory]) -> None:
+    """Raises TooManyInvalid, with the episodes of the step on disk for whoever looks for the cause."""
+    try:
+        check_invalid_share(trajectories, run.config.run.max_invalid_share)
+    except TooManyInvalid:
+        _keep_trajectories(run, trajectories)
+        raise
+
+
+def _keep_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
     texts = [run.parts.renderer.decode(t.token_ids) for t in trajectories]
-    write_trajectories(run.directory.trajectories, step, trajectories, texts)
+    write_trajectories(run.directory.trajectories, run.step + 1, trajectories, texts)
 
 
 def keep_advantages(trajectories: list[Trajectory], batch: Batch) -> None:
@@ -169,13 +207,16 @@ def keep_advantages(trajectories: list[Trajectory], batch: Batch) -> None:
         trajectory.streams["advantages"] = advantages.tolist()
 
 
-def _evaluate(run: Run, runner: asyncio.Runner, metrics: Metrics) -> Evaluation:
+def _evaluate(run: Run, runner: asyncio.Runner, metrics: Metrics) -> Metrics:
     assert run.parts.eval is not None
+    run.sampler.reset()  # as in `_roll_out`
     with timed(metrics, "time/eval"):
         done = runner.run(evaluate(run.parts.eval, run.eval_collector, run.config.eval))
     done.record(metrics)
+    if run.on_eval is not None:
+        run.on_eval(run.step, done)
     run.measured = {key: value for key, value in metrics.reduce().items() if key.startswith("eval/")}
-    return done
+    return metrics
 
 
 def checkpoint(run: Run) -> None:
@@ -189,6 +230,8 @@ def checkpoint(run: Run) -> None:
         "measured": run.measured,
     }
     best = run.config.checkpoint.keep_best
+    if best is not None and best not in run.measured:
+        log.warning("checkpoint.keep_best: nothing was measured as %s, only %s", best, ", ".join(run.measured))
     run.store.commit(
         run.step,
         lambda folder: save_learner(run.learner, folder, run.parts.tokenizer),
@@ -220,11 +263,14 @@ def _assemble(
         plan=plan,
         parts=parts,
         learner=learner,
+        sampler=sampler,
         stream=TaskStream(parts.train, seed=stream_seed, shuffle=config.data.shuffle),
         collector=make_collector(config, parts, sampler, training_params(config)),
         eval_collector=make_collector(config, parts, sampler, eval_params(config)),
         sinks=Sinks(directory, config.run.sinks, first_step=0 if checkpoint is None else checkpoint.step + 1),
+        log_file=directory.log_handler(),
     )
+    log.addHandler(run.log_file)
     if checkpoint is not None:
         _restore(run, checkpoint.state())
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,64 +12,68 @@ from posttrain.algorithms.values import value_loss
 from posttrain.loops.credit import mini_batches
 from posttrain.loops.learner import Learner
 from posttrain.packing import Batch, micro_batches
-from posttrain.trainer.optimizer import StepReport, non_finite_segments
+from posttrain.trainer.optimizer import Optimizer, StepReport, non_finite_segments
 from posttrain.trainer.parallel import accumulate_gradients
 
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """What one mini-batch did. `parts` are its micro-batches with the streams `logprobs` and `entropy` as they were
-    before the step; empty when no group had signal, and then nothing was updated."""
+    """What one planned optimizer step did.
+
+    `parts` are its micro-batches, with the streams `logprobs` and `entropy` as they were before the step when the
+    policy learnt; empty when there was nothing to learn from. A report is None for weights that were passed over.
+    """
 
     epoch: int
+    lr: float
     parts: list[Batch]
-    loss: float = 0.0
+    loss: float | None = None
     report: StepReport | None = None
     critic_loss: float | None = None
     critic_report: StepReport | None = None
 
 
-def update(learner: Learner, batch: Batch, *, step: int) -> list[Update]:
-    """All optimizer steps of one training step; as many as planned, whatever was left out."""
+def update(learner: Learner, batch: Batch | None, *, step: int) -> list[Update]:
+    """All optimizer steps of one training step; as many as planned, whatever was left out. None: no usable episode."""
     plan = learner.config.batch
     updates: list[Update] = []
     for epoch in range(plan.epochs):
-        seed = f"{learner.config.run.seed}/{step}/{epoch}"
-        minis = mini_batches(batch, learner, seed=seed)
-        for mini in minis:
-            updates.append(_update_once(learner, mini, epoch))
-        for _ in range(plan.mini_batches - len(minis)):
-            updates.append(_pass_over(learner, epoch))
+        minis = [] if batch is None else mini_batches(batch, learner, seed=f"{learner.config.run.seed}/{step}/{epoch}")
+        missing = [None] * (plan.mini_batches - len(minis))
+        updates += [_update_once(learner, mini, epoch, step) for mini in [*minis, *missing]]
     return updates
 
 
-def _update_once(learner: Learner, mini: Batch, epoch: int) -> Update:
-    if not mini.segment_count:
-        return _pass_over(learner, epoch)
-    workers = learner.parallel_micro_batches
-    budget = learner.config.batch.tokens_per_micro_batch
-    parts = [part.to(learner.policy.device) for part in micro_batches(mini, budget, at_least=workers)]
-    done = Update(epoch=epoch, parts=parts)
-    parameters = [parameter for _, parameter in learner.policy.parameters()]
-    losses = accumulate_gradients(lambda part: _policy_loss(learner, part), parts, parameters, workers=workers)
-    done.loss = sum(losses)
-    done.report = learner.optimizer.step()
-    if not done.report.skipped:
-        learner.policy.version += 1
-    if learner.critic is not None and learner.critic_optimizer is not None:
-        parameters = [parameter for _, parameter in learner.critic.parameters()]
-        losses = accumulate_gradients(lambda part: _value_loss(learner, part), parts, parameters, workers=workers)
-        done.critic_loss = sum(losses)
-        done.critic_report = learner.critic_optimizer.step()
+def _update_once(learner: Learner, mini: Batch | None, epoch: int, step: int) -> Update:
+    done = Update(epoch=epoch, lr=learner.optimizer.lr, parts=_micro_batches(learner, mini))
+    if done.parts and learner.policy_learns(step):
+        done.loss, done.report = _descend(learner, learner.optimizer, _policy_loss, done.parts)
+        learner.policy.version += not done.report.skipped
+    else:
+        learner.optimizer.pass_over()
+    if done.parts and learner.critic_optimizer is not None:
+        done.critic_loss, done.critic_report = _descend(learner, learner.critic_optimizer, _value_loss, done.parts)
+    elif learner.critic_optimizer is not None:
+        learner.critic_optimizer.pass_over()
     return done
 
 
-def _pass_over(learner: Learner, epoch: int) -> Update:
-    """A planned update with nothing to learn from: the schedules move on, the weights do not."""
-    learner.optimizer.pass_over()
-    if learner.critic_optimizer is not None:
-        learner.critic_optimizer.pass_over()
-    return Update(epoch=epoch, parts=[])
+def _micro_batches(learner: Learner, mini: Batch | None) -> list[Batch]:
+    if mini is None or not mini.segment_count:
+        return []
+    budget = learner.config.batch.tokens_per_micro_batch
+    parts = micro_batches(mini, budget, at_least=learner.parallel_micro_batches)
+    return [part.to(learner.policy.device) for part in parts]
+
+
+def _descend(
+    learner: Learner, optimizer: Optimizer, loss_of: Callable[[Learner, Batch], Tensor], parts: list[Batch]
+) -> tuple[float, StepReport]:
+    """Forward and backward of every micro-batch, then one step; the loss is that of the whole mini-batch."""
+    losses = accumulate_gradients(
+        lambda part: loss_of(learner, part), parts, optimizer.named.values(), workers=learner.parallel_micro_batches
+    )
+    return sum(losses), optimizer.step()
 
 
 def _policy_loss(learner: Learner, part: Batch) -> Tensor:
@@ -85,13 +90,17 @@ def _policy_loss(learner: Learner, part: Batch) -> Tensor:
         **algorithm.options_of("loss"),
     )
     part.streams |= {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "surrogate": surrogate.detach()}
-    if learner.ref is not None and algorithm.kl_in == "loss":
-        with torch.no_grad():
-            ref_logprobs = learner.ref.logprobs(part, learner.temperature)
-        kl = algorithm.functions["kl_estimator"](logprobs, ref_logprobs, part.loss_mask)
+    if learner.kl_in_loss:
+        kl = algorithm.functions["kl_estimator"](logprobs, _ref_logprobs(learner, part), part.loss_mask)
         part.streams["kl"] = kl.detach()
         surrogate = surrogate + algorithm.kl_coef * kl
     return (surrogate * part.weights).sum()
+
+
+@torch.no_grad()
+def _ref_logprobs(learner: Learner, part: Batch) -> Tensor:
+    assert learner.ref is not None
+    return learner.ref.logprobs(part, learner.temperature)
 
 
 def _value_loss(learner: Learner, part: Batch) -> Tensor:
@@ -99,7 +108,6 @@ def _value_loss(learner: Learner, part: Batch) -> Tensor:
     assert learner.config.critic is not None
     assert part.weights is not None
     values = learner.critic.values(part)
-    part.streams["new_values"] = values.detach()
     clip = learner.config.critic.value_clip
     loss = value_loss(values, part.streams["values"], part.streams["returns"], part.loss_mask, clip=clip)
     return (loss * part.weights).sum()
@@ -109,7 +117,7 @@ def offending_episodes(done: Update) -> list[int]:
     """Episode indices with non-finite numbers in an update whose gradients were not finite (all, if none shows any)."""
     found: list[int] = []
     for part in done.parts:
-        shown = [part.streams["logprobs"], part.streams["surrogate"], part.advantages, part.old_logprobs]
+        shown = [part.streams.get("logprobs"), part.streams.get("surrogate"), part.advantages, part.old_logprobs]
         bad = non_finite_segments(part.segment_ids, part.loss_mask, *[values for values in shown if values is not None])
         episodes = part.of_segment(part.episode_index)
         found += [episodes[segment] for segment in bad]

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from posttrain.runs.durable import JsonLog, sweep, write_atomic
+from posttrain.runs.durable import JsonLog, sweep, sync_file, write_atomic
 
 _held_locks: set[int] = set()  # descriptors; the lock goes with the last process that holds one
 
@@ -84,9 +84,10 @@ class RunDirectory:
                 file.unlink()
 
     def sync(self) -> None:
-        """Rows written so far are on the disk; called before a checkpoint is committed."""
+        """What was written so far is on the disk; called before a checkpoint is committed."""
         self.metrics.sync()
         self.timing.sync()
+        sync_file(self.trajectories)  # the folder: its files were synced one by one
 
     def log_handler(self) -> logging.Handler:
         """Appends to log.txt; add it to the `posttrain` logger and close it after the run."""

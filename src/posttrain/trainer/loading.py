@@ -99,7 +99,16 @@ def _load(auto_class: Any, path: str | Path, device: torch.device, dtype: torch.
     if missing or mismatched:
         raise ModelError(f"{path}: the weights lack {missing[:5]} and differ in shape at {mismatched[:5]}")
     switch_off_dropout(module)
-    return module.to(device).eval()
+    return own_memory(module.to(device)).eval()
+
+
+def own_memory(module: nn.Module) -> nn.Module:
+    """Copies weights that lie in a mapped file, at whatever address: then kernels see the same alignment in every
+    process, and the file may change or go."""
+    if next(module.parameters()).device.type == "cpu":
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.clone()
+    return module
 
 
 @contextmanager
