@@ -7,8 +7,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads stall beside a busy neighbour
 
@@ -64,6 +66,91 @@ def resume(run_dir: Path, as_json: AsJson = False) -> None:
     _train(run, as_json)
 
 
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(help="A run directory, checkpoint, config file, or (with --config) model.")],
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(help="Evaluate the target in the world of this config.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Per task: eval.samples_per_prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="eval.temperature; 0 = greedy.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the files go.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer the evaluation tasks with a model: reward, pass@k, mean@k, maj@k, by source, with intervals."""
+    from posttrain.loops.eval_run import default_folder, evaluate_target, report
+    from posttrain.loops.target import find_target
+
+    settings = {"eval.samples_per_prompt": samples, "eval.temperature": temperature}
+    given = [f"{key}={value}" for key, value in settings.items() if value is not None]
+    found = find_target(target, [*(overrides or ()), *given], config=config, checkpoint=checkpoint)
+    folder = out if out is not None else default_folder(found)
+    with _progress("answering") as watch:
+        run = evaluate_target(found, watch)
+    run.write(folder)
+    if as_json:
+        typer.echo(json.dumps(run.as_dict() | {"out": str(folder)}))
+    else:
+        _print(report(run))
+        typer.echo(f"written to {folder}")
+    run.check()
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the world, the sampling and the order of the questions.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="A new folder for everything; default runs/demo/TIME.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the tiny search agent and show what it learns; about a minute on two CPU cores."""
+    from rich.console import Console
+
+    console = Console(stderr=as_json)
+    with console.status("loading torch and transformers"):
+        from posttrain.demo.command import demo as run_demo
+    folder = out or Path("runs") / "demo" / time.strftime("%Y%m%d-%H%M%S")
+    record = run_demo(seed, folder, overrides or (), console)
+    if as_json:
+        typer.echo(json.dumps(record))
+
+
+@app.command()
+def index(
+    corpus: Annotated[Path, typer.Argument(help="jsonl, parquet or text of passages: id, contents.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    k1: float = 1.5,
+    b: float = 0.75,
+    empty: Annotated[str, typer.Option(help="Passages without a word: error or drop.")] = "error",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Build a BM25 index of passages, with a manifest that vouches for it."""
+    from posttrain.retrieval.index import build_index
+
+    try:
+        manifest = build_index(corpus, out, k1=k1, b=b, empty=empty, overwrite=overwrite)  # type: ignore[arg-type]
+    except (FileExistsError, ValueError) as error:
+        _fail(error)
+    counts = manifest["counts"]
+    _show(as_json, {"index": str(out), **manifest}, f"{out}: {counts['passages']} passages, {counts['terms']} terms")
+
+
+@app.command()
+def serve_search(
+    index: Annotated[Path, typer.Argument(help="A folder made by `posttrain index`.")],
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    top_k: Annotated[int, typer.Option(min=1, help="Passages per query, where the request does not say.")] = 3,
+) -> None:
+    """Serve an index over HTTP: POST /retrieve as Search-R1 has it, GET /healthz."""
+    try:
+        from posttrain.retrieval.server import serve
+    except ImportError as error:
+        _fail(error)
+    serve(index, host, port, default_top_k=top_k)
+
+
 def _train(run: Any, as_json: bool) -> None:
     from posttrain.loops import rl as loop
 
@@ -84,6 +171,34 @@ def _rl_config(path: Path, overrides: list[str] | None, *, smoke: bool = False) 
     small = [f"{key}={json.dumps(value)}" for key, value in config.smoke.items()]
     folder = Path("runs") / f"{config.run.name}-smoke" / time.strftime("%Y%m%d-%H%M%S")
     return load_config(RLConfig, path, [f"run.dir={folder}", *small, *(overrides or ())])
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal's stderr, nothing elsewhere; call it with (done, all)."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, count: progress.update(bar, completed=done, total=count)
+
+
+def _print(shown: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a pipe has no width of its own
+    console.print(shown)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """For errors of Python's own kinds whose text says all."""
+    typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+    raise typer.Exit(1)
 
 
 def _show(as_json: bool, record: dict[str, Any], text: str) -> None:
