@@ -33,10 +33,12 @@ def load_tasks(
     measure: Measure | None = None,
     check_ground_truth: CheckAnswer | None = None,
     root: Path = Path(),
+    limit_key: str = "data.max_prompt_tokens",
 ) -> TaskSet:
     """Reads, checks and measures all tasks of one part of the data.
 
-    Relative paths are taken from `root`. `measure` is needed when `max_prompt_tokens` is set. Raises DataError when
+    Relative paths are taken from `root`. `measure` is needed when `max_prompt_tokens` is set; `limit_key` names the
+    setting it comes from. Raises DataError when
     files or columns are missing, rows cannot be used (all of them are counted, the first of each kind shown), prompts
     are over the limit, or nothing is left; with `invalid: drop` and `overlong: drop` such rows are counted instead.
     """
@@ -56,7 +58,7 @@ def load_tasks(
         if measure is None:
             raise TypeError("max_prompt_tokens is set: load_tasks needs `measure` to count prompt tokens")
         loaded = [_without_overlong(source, config.max_prompt_tokens, measure) for source in loaded]
-        _judge_overlong(loaded, config)
+        _judge_overlong(loaded, config, limit_key)
     return _task_set(loaded)
 
 
@@ -232,7 +234,7 @@ def _without_overlong(loaded: _Loaded, limit: int, measure: Measure) -> _Loaded:
     return replace(loaded, tasks=[task for task, _ in kept], places=[where for _, where in kept], overlong=overlong)
 
 
-def _judge_overlong(loaded: Sequence[_Loaded], config: DataConfig) -> None:
+def _judge_overlong(loaded: Sequence[_Loaded], config: DataConfig, limit_key: str) -> None:
     overlong = sorted((item for source in loaded for item in source.overlong), key=lambda item: -item.tokens)
     total = len(overlong) + sum(len(source.tasks) for source in loaded)
     if not overlong or (config.overlong == "drop" and len(overlong) < total):
@@ -240,7 +242,7 @@ def _judge_overlong(loaded: Sequence[_Loaded], config: DataConfig) -> None:
     listed = "\n".join(
         f"  {item.where} ({item.task_id}): {item.tokens:,} tokens" for item in overlong[:LISTED_OVERLONG]
     )
-    fix = f"raise data.max_prompt_tokens (the longest prompt has {overlong[0].tokens:,})"
+    fix = f"raise {limit_key} (the longest prompt has {overlong[0].tokens:,})"
     if len(overlong) < total:
         fix += f", or set data.overlong: drop to train on the other {total - len(overlong):,}"
     raise DataError(

@@ -3,28 +3,30 @@ loads."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
 from posttrain.chat import Renderer
-from posttrain.config import ConfigError, EnvConfig, RLConfig
+from posttrain.config import ConfigError, EnvConfig, RLConfig, resolve
 from posttrain.data import TaskSet, load_tasks
-from posttrain.envs import Env
+from posttrain.envs import ENVS, Env
 from posttrain.loops.collect import Collector
+from posttrain.retrieval.client import HttpRetriever
 from posttrain.retrieval.config import make_retriever
-from posttrain.retrieval.protocol import Retriever
+from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever
 from posttrain.rewards import Reward
-from posttrain.rewards.config import load_rewards
+from posttrain.rewards.config import RewardConfig, load_rewards
 from posttrain.rewards.normalize import normalize_answer
 from posttrain.rollout import RolloutSpec
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampler, SamplingParams
 from posttrain.task import Task
-from posttrain.trainer.loading import check_directory, model_path
+from posttrain.trainer.loading import ModelError, check_directory, model_path
 from posttrain.trainer.policy import Policy
 
 
@@ -78,13 +80,62 @@ def load_renderer(config: RLConfig) -> Renderer:
 
 
 def load_part(config: RLConfig, part: Literal["train", "eval"], renderer: Renderer) -> TaskSet:
-    """All tasks of one part of the data, measured on the ids that will be sent."""
+    """All tasks of one part of the data, measured on the ids that will be sent: the schemas of tools included."""
+    tools = cache(lambda name: tools_of(name, config))
+    limit, key = prompt_limit(config)
     return load_tasks(
-        config.data,
+        config.data.model_copy(update={"max_prompt_tokens": limit}),
         part,
-        measure=lambda task: len(renderer.prompt(task.prompt)),
-        check_ground_truth=unscorable,
+        measure=lambda task: len(renderer.prompt(task.prompt, tools(task.env or config.env.name))),
+        check_ground_truth=unscorable if compares_answers(config.reward) else None,
+        limit_key=key,
     )
+
+
+def prompt_limit(config: RLConfig) -> tuple[int, str]:
+    """The most tokens that a prompt may have, and the key that says so."""
+    limits = [
+        (config.limits.max_prompt_tokens, "limits.max_prompt_tokens"),
+        (config.limits.max_episode_tokens - 1, "limits.max_episode_tokens"),  # one token must be left to the policy
+    ]
+    if config.data.max_prompt_tokens is not None:
+        limits.append((config.data.max_prompt_tokens, "data.max_prompt_tokens"))
+    return min(limits)
+
+
+class _NoSearch:
+    """Stands in for the retriever of an env that is made only to be looked at."""
+
+    async def retrieve(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        raise NotImplementedError("an env must not search before its episode begins")
+
+    async def close(self) -> None:
+        return None
+
+
+def tools_of(name: str, config: RLConfig) -> Any:
+    """The tool schemas of the envs called `name`; finds before anything starts when such an env cannot be made."""
+    try:
+        env = env_maker(name, config, None if config.retrieval is None else _NoSearch())()
+        asyncio.run(env.close())
+    except ConfigError:
+        raise
+    except Exception as error:
+        options = dict(config.env.options) if name == config.env.name else {}
+        raise ConfigError([f"env {name} cannot be made with {options}: {type(error).__name__}: {error}"]) from error
+    return getattr(env, "tools", None) or None
+
+
+def check_search(stage: Stage) -> None:
+    """Asks a search server one question: a run whose server is down would train on the episodes that do not search."""
+    retriever = stage.retriever
+    if not isinstance(retriever, HttpRetriever):
+        return
+    try:
+        asyncio.run(retriever.retrieve(["ready?"], 1))
+    except RetrievalError as error:
+        fix = "start it (`posttrain serve-search INDEX`), or correct retrieval.url"
+        raise ConfigError([f"the search server cannot be used: {error}; {fix}"]) from error
 
 
 def make_stage(config: RLConfig, renderer: Renderer, tasks: Sequence[Task] = ()) -> Stage:
@@ -100,8 +151,23 @@ def make_stage(config: RLConfig, renderer: Renderer, tasks: Sequence[Task] = ())
 
 
 def load_tokenizer(path: str) -> Any:
-    check_directory(model_path(path))
-    return AutoTokenizer.from_pretrained(model_path(path))
+    """Raises ModelError for what cannot be read, whichever way transformers stumbles over it."""
+    place = model_path(path)
+    check_directory(place)
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ModelError(
+            f"no tokenizer could be loaded from model.path = {path} ({type(error).__name__}: {first}); it must be a "
+            "directory with tokenizer.json beside config.json, or a hub id that can be reached"
+        ) from error
+
+
+def compares_answers(reward: RewardConfig) -> bool:
+    """Whether the reward normalises accepted answers and compares them as text."""
+    names = [part.name for part in reward.parts.values()] or [reward.name]
+    return not {"em", "f1", "sub_em"}.isdisjoint(names)
 
 
 def unscorable(answer: str) -> str | None:
@@ -111,6 +177,8 @@ def unscorable(answer: str) -> str | None:
 
 def env_maker(name: str, config: RLConfig, retriever: Retriever | None) -> Callable[..., Env]:
     """Makes envs called `name`: the options of the config's env, the retriever for one that takes it."""
+    if name != config.env.name:
+        resolve(ENVS, name, "env")  # for its error, which names the nearest
     env = config.env if name == config.env.name else EnvConfig(name=name)
     options = dict(env.options)
     if env.takes_retriever:

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from posttrain.config import RLConfig, config_yaml, load_config, plan_of
 from posttrain.data import TaskStream
-from posttrain.loops.build import Parts, eval_params, load_parts, make_collector, make_sampler, training_params
+from posttrain.loops.build import (
+    Parts,
+    check_search,
+    eval_params,
+    load_parts,
+    make_collector,
+    make_sampler,
+    training_params,
+)
 from posttrain.loops.collect import Collector, TooManyInvalid, check_invalid_share, collect, usable
 from posttrain.loops.credit import assign_credit, kl_of_some
 from posttrain.loops.evaluate import Evaluation, evaluate
@@ -89,12 +97,13 @@ def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None) ->
     plan = plan_of(config, len(parts.train))
     if on_plan is not None:
         on_plan(plan)
+    check_search(parts)
     directory = RunDirectory.create(config.run.directory, config_yaml(config), plan.render())
     try:
         return _assemble(config, directory, parts, plan, checkpoint=None)
     except BaseException:
         parts.close()
-        directory.close()
+        directory.abandon()
         raise
 
 
@@ -111,6 +120,7 @@ def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None) -> Run:
         plan = plan_of(config, len(parts.train))
         if on_plan is not None:
             on_plan(plan)
+        check_search(parts)
         run = _assemble(config, directory, parts, plan, checkpoint=latest)
         directory.rewind(-1 if latest is None else run.step)  # -1: also the evaluation before the first step
     except BaseException:

@@ -51,8 +51,7 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, config: str, plan: str) -> Self:
         """A new run. Raises RunError when `path` holds a run already, or anything else."""
-        path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        lock = _lock(path, make=True)
         try:
             _require_empty(path)
             run = cls(path, lock)
@@ -67,7 +66,7 @@ class RunDirectory:
     def resume(cls, path: Path) -> Self:
         """An existing run. Raises RunError when there is none at `path` or another process is writing it."""
         if not (path / "config.yaml").is_file():
-            what = "is no run directory (it has no config.yaml)" if path.is_dir() else "does not exist"
+            what = "is no run directory (it has no config.yaml)" if path.exists() else "does not exist"
             raise RunError(f"{path} {what}; give the folder that the run was started with{_runs_near(path)}")
         return cls(path, _lock(path))
 
@@ -95,6 +94,12 @@ class RunDirectory:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         return handler
 
+    def abandon(self) -> None:
+        """Closes a new run that could not begin, and leaves its folder as one in which a run can be started."""
+        for name in ("config.yaml", "plan.txt", "log.txt"):
+            (self.path / name).unlink(missing_ok=True)
+        self.close()
+
     def close(self) -> None:
         self.metrics.close()
         self.timing.close()
@@ -109,9 +114,14 @@ class RunDirectory:
         self.close()
 
 
-def _lock(path: Path) -> int:
-    """The kernel gives the lock back when the process dies, however it dies."""
-    descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+def _lock(path: Path, *, make: bool = False) -> int:
+    """The kernel gives the lock back when the process dies, however it dies. make: the folder, if it is missing."""
+    try:
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RunError(f"the run directory {path} cannot be written: {error.strerror or error}; set run.dir") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
