@@ -82,6 +82,7 @@ def load_renderer(config: RLConfig) -> Renderer:
 def load_part(config: RLConfig, part: Literal["train", "eval"], renderer: Renderer) -> TaskSet:
     """All tasks of one part of the data, measured on the ids that will be sent: the schemas of tools included."""
     tools = cache(lambda name: tools_of(name, config))
+    tools(config.env.name)  # before the rows: an env that cannot be made is no fault of a row
     limit, key = prompt_limit(config)
     return load_tasks(
         config.data.model_copy(update={"max_prompt_tokens": limit}),

@@ -20,7 +20,16 @@ from rich.text import Text
 
 from posttrain.algorithms.estimators import Estimate
 from posttrain.config import ConfigError, EvalConfig, config_yaml
-from posttrain.loops.build import Stage, eval_params, load_part, load_renderer, make_collector, make_sampler, make_stage
+from posttrain.loops.build import (
+    Stage,
+    check_search,
+    eval_params,
+    load_part,
+    load_renderer,
+    make_collector,
+    make_sampler,
+    make_stage,
+)
 from posttrain.loops.collect import Collector, check_invalid_share
 from posttrain.loops.evaluate import Evaluation, evaluate
 from posttrain.loops.summary import Summary, shown_ks
@@ -84,6 +93,7 @@ def evaluate_target(target: Target, watch: Watch | None = None) -> EvalRun:
     renderer = load_renderer(config)
     tasks = load_part(config, "eval", renderer)
     stage = make_stage(config, renderer, [*tasks])
+    check_search(stage)
     try:
         seed_everything(config.run.seed)
         sampler = make_sampler(target.load_policy(), stage)

@@ -72,7 +72,7 @@ class HttpRetriever:
         seed: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.url = _endpoint(url)
+        self.url = endpoint(url)
         self.options = options or HttpOptions()
         self.counters = HttpCounters()
         self._random = random.Random(seed)
@@ -212,8 +212,12 @@ def _final(error: RetrievalError, attempts: int, seconds: float) -> RetrievalErr
     return RetrievalError(error.kind, error.message + tried, status=error.status, transient=error.transient)
 
 
-def _endpoint(url: str) -> str:
-    parsed = httpx.URL(url)
+def endpoint(url: str) -> str:
+    """The address to post to: /retrieve where `url` has no path. Raises ValueError for what is no HTTP address."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{url!r} is no URL: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"expected a retrieval URL such as http://127.0.0.1:8000/retrieve, got {url!r}")
     return str(parsed.copy_with(path="/retrieve")) if parsed.path in ("", "/") else str(parsed)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from posttrain.retrieval.bm25 import BM25Retriever
-from posttrain.retrieval.client import HttpOptions, HttpRetriever
+from posttrain.retrieval.client import HttpOptions, HttpRetriever, endpoint
 from posttrain.retrieval.corpus import EmptyPolicy, read_corpus
 from posttrain.retrieval.index import load_index
 from posttrain.retrieval.protocol import Retriever
@@ -28,6 +28,11 @@ class RetrievalConfig(BaseModel):
     b: float = Field(default=0.75, ge=0, le=1)
     empty: EmptyPolicy = "error"  # passages of `corpus` without a word
     http: HttpOptions = Field(default_factory=HttpOptions)
+
+    @field_validator("url")
+    @classmethod
+    def _speaks_http(cls, url: str | None) -> str | None:
+        return None if url is None else endpoint(url)
 
     @model_validator(mode="after")
     def _one_source(self) -> RetrievalConfig:
