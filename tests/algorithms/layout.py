@@ -33,6 +33,17 @@ def packed(rewards: list[list[float]], masks: list[list[int]] | None = None, gro
     )
 
 
+def streams_for(name: str, batch: Packed) -> dict[str, Tensor]:
+    """What the advantage `name` needs besides its four arguments, some numbers each."""
+    place = torch.arange(len(batch.rewards))
+    streams = {
+        "remax": {"greedy_returns": torch.where(batch.group_index % 2 == 0, 0.25, 0.5)},
+        "mt_grpo": {"outcome_rewards": batch.rewards / 2},
+        "optimal_token_baseline": {"old_logprobs": -0.1 - (place * 7 % 5) / 4},
+    }
+    return streams.get(name, {})
+
+
 def one_token_each(returns: list[float], groups: list[int] | None = None) -> Packed:
     """Episodes of a single policy token."""
     return packed([[value] for value in returns], groups=groups)

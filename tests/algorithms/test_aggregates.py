@@ -13,6 +13,11 @@ from .layout import close
 OPTIONS = {"fixed_length": {"length": 4}}
 
 
+def options_for(name: str, episode: torch.Tensor) -> dict:
+    """`group_mean` is told the groups: here every episode is one."""
+    return {"group_index": episode} if name == "group_mean" else OPTIONS.get(name, {})
+
+
 def lengths(*counts: int) -> torch.Tensor:
     """Episode index of sequences with these many tokens."""
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -48,17 +53,17 @@ def test_p96_masking_a_truncated_sample_shrinks_the_denominator():
 def test_p16_a_fully_masked_sample_leaves_the_other_as_if_alone(name):
     both = torch.tensor([True, True, False, False, False])
     episode = lengths(2, 3)
-    got = AGGREGATES[name](both, episode, **OPTIONS.get(name, {}))
-    alone = AGGREGATES[name](both[:2], episode[:2], **OPTIONS.get(name, {}))
+    got = AGGREGATES[name](both, episode, **options_for(name, episode))
+    alone = AGGREGATES[name](both[:2], episode[:2], **options_for(name, episode[:2]))
     torch.testing.assert_close(got, torch.cat([alone, torch.zeros(3)]))
 
 
 @pytest.mark.parametrize("name", sorted(AGGREGATES))
 def test_no_policy_token_gives_zero_weights(name):
-    got = AGGREGATES[name](torch.zeros(3, dtype=torch.bool), lengths(1, 2), **OPTIONS.get(name, {}))
+    got = AGGREGATES[name](torch.zeros(3, dtype=torch.bool), lengths(1, 2), **options_for(name, lengths(1, 2)))
     assert got.tolist() == [0, 0, 0]
     empty = torch.zeros(0)
-    assert len(AGGREGATES[name](empty.bool(), empty.long(), **OPTIONS.get(name, {}))) == 0
+    assert len(AGGREGATES[name](empty.bool(), empty.long(), **options_for(name, empty.long()))) == 0
 
 
 def test_segments_of_one_episode_are_one_sequence():
@@ -69,7 +74,7 @@ def test_segments_of_one_episode_are_one_sequence():
 
 @pytest.mark.parametrize("name", sorted(AGGREGATES))
 def test_weights_are_float32(name):
-    got = AGGREGATES[name](torch.ones(3, dtype=torch.bool), lengths(1, 2), **OPTIONS.get(name, {}))
+    got = AGGREGATES[name](torch.ones(3, dtype=torch.bool), lengths(1, 2), **options_for(name, lengths(1, 2)))
     assert got.dtype == torch.float32
 
 

@@ -1,9 +1,7 @@
-"""How much better a token was than expected.
+"""Advantages from the other episodes of the group: the mean of what they earned is the baseline.
 
-Group estimators (grpo, rloo) share three rules:
-* A group is the episodes with one group index; each episode counts once, by the sum of its rewards.
-* When the returns of a group are equal up to `tol * max(1, largest |return|)` the group has no signal: exactly 0.
-* A group of one has no baseline: exactly 0.
+The rules on equal rewards and on groups of one stand in `groups`. `values` is not used by any of these. Whatever a row
+returns is [T], the same number at every policy token of an episode, 0 off-mask.
 """
 
 from __future__ import annotations
@@ -13,9 +11,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.credit import EpisodeReturns, episode_returns, policy_rows, rewards_on_policy
-
-EQUAL_TOLERANCE = 1e-6
+from posttrain.algorithms.credit import EpisodeReturns, episode_returns, policy_lengths
+from posttrain.algorithms.groups import (
+    EQUAL_TOLERANCE,
+    Singleton,
+    Std,
+    centred,
+    differs,
+    minus_baseline,
+    normalised,
+    sizes,
+    spread_of,
+    sum_by_group,
+)
+from posttrain.algorithms.returns import whitened
 
 
 def grpo(
@@ -25,25 +34,38 @@ def grpo(
     group_index: Tensor,
     *,
     values: Tensor | None = None,
-    std: Literal["sample", "population", "none"] = "sample",
+    std: Std = "sample",
     eps: float = 1e-6,
     tol: float = EQUAL_TOLERANCE,
+    singleton: Singleton = "zero",
 ) -> Tensor:
-    """A = (r - mean_G) / (std_G + eps).
+    """A = (r - mean_G) / (std_G + eps)
 
-    Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), section 4.1.2. `std="none"` is the advantage of Dr. GRPO,
-    Liu et al. 2025 (arXiv 2503.20783), section 3.2. "sample" divides the variance by n - 1, "population" by n.
-    `values` is not used. Returns [T].
+    Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), section 4.1.2. "sample" divides the variance by n - 1,
+    "population" by n, "none" leaves the division out.
     """
-    if std not in ("sample", "population", "none"):
-        raise ValueError(f'std is {std!r}; expected "sample", "population" or "none"')
     episodes = episode_returns(rewards, episode_index, group_index)
-    centred, size = _centre(episodes, tol)
-    if std != "none":
-        degrees = size - 1 if std == "sample" else size
-        variance = _sum_by_group(centred.square(), episodes) / degrees.clamp(min=1)
-        centred = torch.where(centred == 0, 0.0, centred / (variance.sqrt() + eps)[episodes.group])
-    return episodes.spread(centred, mask, rewards)
+    return episodes.spread(normalised(episodes, std=std, eps=eps, tol=tol, singleton=singleton), mask, rewards)
+
+
+def dr_grpo(
+    rewards: Tensor,
+    mask: Tensor,
+    episode_index: Tensor,
+    group_index: Tensor,
+    *,
+    values: Tensor | None = None,
+    tol: float = EQUAL_TOLERANCE,
+    singleton: Singleton = "zero",
+) -> Tensor:
+    """A = r - mean_G
+
+    Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3.2. Dividing by the std would
+    favour questions that are nearly always or nearly never answered. The paper's loss goes with the aggregate
+    `fixed_length`.
+    """
+    episodes = episode_returns(rewards, episode_index, group_index)
+    return episodes.spread(centred(episodes, tol, singleton), mask, rewards)
 
 
 def rloo(
@@ -54,124 +76,193 @@ def rloo(
     *,
     values: Tensor | None = None,
     tol: float = EQUAL_TOLERANCE,
+    singleton: Singleton = "zero",
 ) -> Tensor:
-    """A_i = r_i - mean of the others = n / (n - 1) * (r_i - mean_G).
+    """A_i = r_i - mean of the others = n / (n - 1) * (r_i - mean_G)
 
-    Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740), the RLOO estimator. `values` is not used. Returns [T].
+    Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740), the RLOO estimator.
     """
     episodes = episode_returns(rewards, episode_index, group_index)
-    centred, size = _centre(episodes, tol)
-    scale = size / (size - 1).clamp(min=1)
-    return episodes.spread(centred * scale[episodes.group], mask, rewards)
+    size = sizes(episodes)
+    scale = torch.where(size == 1, 1.0, size / (size - 1).clamp(min=1))
+    return episodes.spread(centred(episodes, tol, singleton) * scale[episodes.group], mask, rewards)
 
 
-def gae(
+def opo(
     rewards: Tensor,
     mask: Tensor,
     episode_index: Tensor,
     group_index: Tensor,
     *,
     values: Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    whiten: bool = False,
+    tol: float = EQUAL_TOLERANCE,
+    singleton: Singleton = "zero",
 ) -> Tensor:
-    """A_t = sum_k (gamma * lam)^k * delta_{t+k}, delta_t = r_t + gamma * V_{t+1} - V_t, V = 0 after the end.
+    """A = r - b_G, b_G = sum_i l_i * r_i / sum_i l_i, l_i the policy tokens of episode i
 
-    Schulman et al. 2016 (arXiv 1506.02438), equation 16. t counts the policy's tokens only: what the environment wrote
-    between two turns is no time step. `values[t]` is the value of the state in which token t was chosen.
-    `whiten` shifts and scales to mean 0, variance 1 over the policy tokens of the batch. Returns [T].
+    Hao et al. 2025, On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585). The variance of the
+    gradient grows with the length, so longer episodes weigh more in the baseline. Meant for exactly on-policy updates.
     """
-    if values is None:
-        raise ValueError("gae needs values: configure a critic, or take a group estimator such as grpo")
-    rows = policy_rows(mask, episode_index)
-    reward = rows.take(rewards_on_policy(rewards, mask, episode_index))  # [E, L]
-    value = rows.take(values.detach())
-    following = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
-    delta = torch.where(rows.valid, reward + gamma * following - value, 0.0)
-    advantages = _discounted_sum(delta, gamma * lam)
-    if whiten:
-        advantages = _whitened(advantages, rows.valid)
-    return rows.put(advantages, rewards)
+    episodes = episode_returns(rewards, episode_index, group_index)
+    length = policy_lengths(mask, episodes)
+    total = sum_by_group(length, episodes)
+    baseline = sum_by_group(length * episodes.returns, episodes) / total.clamp(min=1.0)
+    return episodes.spread(minus_baseline(episodes, baseline, tol, singleton), mask, rewards)
 
 
-def gae_returns(
-    rewards: Tensor,
-    mask: Tensor,
-    episode_index: Tensor,
-    group_index: Tensor,
-    *,
-    values: Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> Tensor:
-    """What the critic learns to predict: A_t + V_t, from advantages that are not whitened. Returns [T], 0 off-mask."""
-    advantages = gae(rewards, mask, episode_index, group_index, values=values, gamma=gamma, lam=lam)
-    return torch.where(mask, advantages + values.detach(), 0.0).to(rewards.dtype)
-
-
-def reinforce(
+def gpg(
     rewards: Tensor,
     mask: Tensor,
     episode_index: Tensor,
     group_index: Tensor,
     *,
     values: Tensor | None = None,
-    gamma: float = 1.0,
+    std: Std = "none",
+    eps: float = 1e-6,
+    tol: float = EQUAL_TOLERANCE,
+    alpha: Literal["signal", "nonzero_rewards"] = "signal",
 ) -> Tensor:
-    """G_t = r_t + gamma * G_{t+1} over the policy's tokens, without a baseline.
+    """A = alpha * (r - mean_G) / F, alpha = episodes / episodes in groups with signal, F = 1 or std_G + eps
 
-    Williams 1992, REINFORCE; Sutton & Barto 2018, equation 3.9. `values` is not used. Returns [T].
+    Chu et al. 2025, Group Policy Gradient (arXiv 2504.02546): alpha makes up for groups that give
+    no gradient. `alpha="nonzero_rewards"` is verl's: episodes / episodes whose reward is not 0.
     """
-    rows = policy_rows(mask, episode_index)
-    reward = rows.take(rewards_on_policy(rewards, mask, episode_index))
-    return rows.put(_discounted_sum(reward, gamma), rewards)
-
-
-def has_signal(rewards: Tensor, episode_index: Tensor, group_index: Tensor, *, tol: float = EQUAL_TOLERANCE) -> Tensor:
-    """[T] bool: False in groups whose returns are all equal up to `tol`, groups of one included."""
     episodes = episode_returns(rewards, episode_index, group_index)
-    return _differs(episodes, tol)[episodes.group][episodes.episode_of_token]
+    if alpha == "signal":
+        counted = differs(episodes, tol)[episodes.group]
+    elif alpha == "nonzero_rewards":
+        counted = episodes.returns != 0
+    else:
+        raise ValueError(f'alpha is {alpha!r}; expected "signal" or "nonzero_rewards"')
+    scale = len(counted) / counted.sum().clamp(min=1)
+    return episodes.spread(scale * normalised(episodes, std=std, eps=eps, tol=tol), mask, rewards)
 
 
-def _differs(episodes: EpisodeReturns, tol: float) -> Tensor:
-    """[G] bool: max - min > tol * max(1, max |r|)."""
-    empty = torch.full((episodes.group_count,), torch.nan, dtype=torch.float64, device=episodes.returns.device)
-    highest = empty.scatter_reduce(0, episodes.group, episodes.returns, "amax", include_self=False)
-    lowest = empty.scatter_reduce(0, episodes.group, episodes.returns, "amin", include_self=False)
-    scale = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
-    return highest - lowest > tol * scale
+def reinforce_pp_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    episode_index: Tensor,
+    group_index: Tensor,
+    *,
+    values: Tensor | None = None,
+    tol: float = EQUAL_TOLERANCE,
+    singleton: Singleton = "zero",
+    shift_silent: bool = False,
+) -> Tensor:
+    """A = (a - mean(a)) / std(a) over the policy tokens of the batch, a = r - mean_G
+
+    Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), with baseline: the group gives the mean, the batch the std.
+    Deviation: groups without signal stay exactly 0, though they count in mean and std; `shift_silent=True` moves them
+    by -mean / std like all others, as verl does.
+    """
+    episodes = episode_returns(rewards, episode_index, group_index)
+    above = episodes.spread(centred(episodes, tol, singleton), mask, rewards.double())
+    scaled = whitened(above, mask)
+    if not shift_silent:
+        loud = differs(episodes, tol) | ((sizes(episodes) == 1) & (singleton == "raw"))
+        scaled = torch.where(loud[episodes.group][episodes.episode_of_token], scaled, 0.0)
+    return scaled.to(rewards.dtype)
 
 
-def _centre(episodes: EpisodeReturns, tol: float) -> tuple[Tensor, Tensor]:
-    """Returns minus their group's mean [E], exactly 0 without signal, and the group sizes [G]."""
-    size = _sum_by_group(torch.ones_like(episodes.returns), episodes)
-    mean = _sum_by_group(episodes.returns, episodes) / size
-    centred = episodes.returns - mean[episodes.group]
-    return torch.where(_differs(episodes, tol)[episodes.group], centred, 0.0), size
+def maxrl(
+    rewards: Tensor,
+    mask: Tensor,
+    episode_index: Tensor,
+    group_index: Tensor,
+    *,
+    values: Tensor | None = None,
+    tol: float = EQUAL_TOLERANCE,
+) -> Tensor:
+    """A = (r - mean_G) / mean_G, and 0 where mean_G = 0
+
+    Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning (arXiv 2602.02710): with rewards 0 and 1 the gradient
+    of log p(success) instead of p(success), up to order n. Rewards are shares of success: a negative return is an
+    error.
+    """
+    episodes = episode_returns(rewards, episode_index, group_index)
+    if bool((episodes.returns < 0).any()):
+        raise ValueError(
+            f"maxrl needs rewards >= 0, got a return of {float(episodes.returns.min())}; "
+            "take dr_grpo, or leave out the penalties"
+        )
+    mean = sum_by_group(episodes.returns, episodes) / sizes(episodes)
+    above = centred(episodes, tol)
+    scale = torch.where(mean > 0, mean, 1.0)
+    return episodes.spread(above / scale[episodes.group], mask, rewards)
 
 
-def _sum_by_group(values: Tensor, episodes: EpisodeReturns) -> Tensor:
-    """[E] -> [G]"""
-    total = torch.zeros(episodes.group_count, dtype=torch.float64, device=values.device)
-    return total.index_add(0, episodes.group, values)
+def best_of_group(
+    rewards: Tensor,
+    mask: Tensor,
+    episode_index: Tensor,
+    group_index: Tensor,
+    *,
+    values: Tensor | None = None,
+    std: Std = "sample",
+    eps: float = 1e-6,
+    tol: float = EQUAL_TOLERANCE,
+) -> Tensor:
+    """A = (r_best - r_second) / (std_G + eps) for the best episode of the group, 0 for all others
+
+    Tang et al. 2025, Optimizing Language Models for Inference Time Objectives (arXiv 2503.19595), the leave-one-out
+    gradient of the best of n: it is only the best episode that changes the maximum. Two that share the first place get
+    0. verl calls it grpo_passk and divides by the std; `std="none"` is the paper's.
+    """
+    episodes = episode_returns(rewards, episode_index, group_index)
+    best, second, is_best = _first_two(episodes)
+    tied = best - second <= tol * torch.maximum(best.abs(), second.abs()).clamp(min=1.0)
+    scale = spread_of(episodes, std) + (0.0 if std == "none" else eps)
+    lead = torch.where(tied, 0.0, (best - second) / torch.where(tied, 1.0, scale))
+    return episodes.spread(torch.where(is_best, lead[episodes.group], 0.0), mask, rewards)
 
 
-def _discounted_sum(rows: Tensor, discount: float) -> Tensor:
-    """[E, L]: out_t = rows_t + discount * out_{t+1}; the part of a row that is not valid must be 0."""
-    out = rows.clone()
-    for t in range(rows.shape[1] - 2, -1, -1):
-        out[:, t] += discount * out[:, t + 1]
-    return out
+def pass_at_k(
+    rewards: Tensor,
+    mask: Tensor,
+    episode_index: Tensor,
+    group_index: Tensor,
+    *,
+    values: Tensor | None = None,
+    k: int = 4,
+    pass_above: float = 0.5,
+) -> Tensor:
+    """A = (1 - R) / s for passes, (1 - R - C(f-1, k-1) / C(n-1, k-1)) / s for failures; R = 1 - C(f, k) / C(n, k)
+
+    Chen et al. 2025, Pass@k Training (arXiv 2508.10751), the analytic form: f of the n episodes fail, R is the mean
+    over all subsets of k and s = sqrt(R (1 - R)) its std. An episode passes with a return above `pass_above`. Groups
+    where R is 0 or 1 get exactly 0: none passes, or fewer than k fail. k is at most the size of the group.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    episodes = episode_returns(rewards, episode_index, group_index)
+    passed = episodes.returns > pass_above
+    size, failed = sizes(episodes), sum_by_group((~passed).double(), episodes)
+    chosen = size.clamp(max=float(k))
+    none_passes = _subset_share(failed, size, chosen)
+    others_fail = _subset_share((failed - 1).clamp(min=0), (size - 1).clamp(min=0), chosen - 1)
+    silent = (none_passes <= 0) | (failed == size)
+    scale = torch.where(silent, 1.0, (none_passes * (1 - none_passes)).clamp(min=0).sqrt())
+    up, down = none_passes / scale, (none_passes - others_fail) / scale
+    either = torch.where(passed, up[episodes.group], down[episodes.group])
+    return episodes.spread(torch.where(silent[episodes.group], 0.0, either), mask, rewards)
 
 
-def _whitened(rows: Tensor, valid: Tensor) -> Tensor:
-    """[E, L] with mean 0 and sample variance 1 over the valid entries; equal entries give 0."""
-    entries = rows[valid]
-    if len(entries) < 2:
-        return torch.zeros_like(rows)
-    deviation = rows - entries.mean()
-    std = entries.std()
-    if float(std) <= EQUAL_TOLERANCE * max(1.0, float(entries.abs().max())):
-        return torch.zeros_like(rows)
-    return deviation / std
+def _first_two(episodes: EpisodeReturns) -> tuple[Tensor, Tensor, Tensor]:
+    """The best and second best return of each group [G] (equal in a group of one), and who is the best [E]."""
+    by_return = torch.argsort(episodes.returns, descending=True, stable=True)
+    order = by_return[torch.argsort(episodes.group[by_return], stable=True)]  # by group, best first
+    size = sizes(episodes).long()
+    starts = size.cumsum(0) - size
+    ranked = episodes.returns[order]
+    is_best = torch.zeros_like(episodes.group, dtype=torch.bool)
+    is_best[order[starts]] = True
+    return ranked[starts], ranked[starts + (size > 1).long()], is_best
+
+
+def _subset_share(part: Tensor, whole: Tensor, k: Tensor) -> Tensor:
+    """C(part, k) / C(whole, k) [G]: the share of subsets of k that lie within the part; 0 when the part is smaller."""
+
+    def log_choose(n: Tensor) -> Tensor:
+        return torch.lgamma(n + 1) - torch.lgamma((n - k).clamp(min=0) + 1)
+
+    return torch.where(part >= k, (log_choose(part) - log_choose(whole)).exp(), 0.0)

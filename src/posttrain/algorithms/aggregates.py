@@ -13,13 +13,17 @@ from posttrain.algorithms.credit import numbered
 
 
 def token_mean(mask: Tensor, episode_index: Tensor) -> Tensor:
-    """1 / N, N policy tokens: every token alike (DAPO, Yu et al. 2025, arXiv 2503.14476, equation 12)."""
+    """1 / N, N the policy tokens: every token alike
+
+    Yu et al. 2025, DAPO (arXiv 2503.14476), equation 12.
+    """
     return _float(mask / mask.sum().clamp(min=1))
 
 
 def sequence_mean(mask: Tensor, episode_index: Tensor) -> Tensor:
-    """1 / (S * n_s): the mean over S sequences of each one's token mean (GRPO, arXiv 2402.03300, equation 3).
+    """1 / (S * n_s): the mean over S sequences of each one's token mean
 
+    Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), equation 3: every sequence alike, tokens of long ones count less.
     Sequences without a policy token are not among the S.
     """
     counts, sequence = _counts(mask, episode_index)
@@ -27,19 +31,33 @@ def sequence_mean(mask: Tensor, episode_index: Tensor) -> Tensor:
 
 
 def sequence_sum_mean(mask: Tensor, episode_index: Tensor) -> Tensor:
-    """1 / S: the mean over sequences of each one's token sum. Sequences without a policy token are not among the S."""
+    """1 / S: the mean over S sequences of each one's token sum
+
+    Williams 1992, Simple Statistical Gradient-Following Algorithms (Machine Learning 8): the gradient of log p of the
+    whole sequence. Sequences without a policy token are not among the S.
+    """
     counts, _ = _counts(mask, episode_index)
     return _float(mask / _nonempty(counts))
 
 
 def fixed_length(mask: Tensor, episode_index: Tensor, *, length: int) -> Tensor:
-    """1 / (S * length): a constant instead of the sequence's length (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+    """1 / (S * length): a constant instead of the sequence's own length
 
-    `length` is a fixed number of tokens, usually the largest that an episode may have.
+    Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3.2 (Dr. GRPO). `length` is a
+    fixed number of tokens, usually the largest that an episode may have.
     """
     if length < 1:
         raise ValueError(f"length must be at least 1 token, got {length}")
     return sequence_sum_mean(mask, episode_index) / length
+
+
+def group_mean(mask: Tensor, episode_index: Tensor, *, group_index: Tensor) -> Tensor:
+    """1 / (G * n_g): the mean over G groups of each one's token mean
+
+    Khatri et al. 2025, The Art of Scaling RL Compute for LLMs (arXiv 2510.13786), prompt average: every
+    prompt alike, however long its answers. Groups without a policy token are not among the G.
+    """
+    return sequence_mean(mask, group_index)
 
 
 def _counts(mask: Tensor, episode_index: Tensor) -> tuple[Tensor, Tensor]:

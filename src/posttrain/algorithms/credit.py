@@ -18,6 +18,13 @@ class PolicyRows:
     index: Tensor  # [E, L] long: position in the packed batch; 0 where not valid
     valid: Tensor  # [E, L] bool: rows are filled from the left
 
+    @property
+    def ends_turn(self) -> Tensor:
+        """[E, L] bool: no policy token of the episode follows at once; True at an episode's last token, too."""
+        ends = torch.ones_like(self.valid)
+        ends[:, :-1] = ~self.valid[:, 1:] | (self.index[:, 1:] != self.index[:, :-1] + 1)
+        return ends & self.valid
+
     def take(self, stream: Tensor) -> Tensor:
         """[T] -> [E, L] float64, 0 where not valid."""
         return torch.where(self.valid, stream.double()[self.index], 0.0)
@@ -101,6 +108,11 @@ def episode_returns(rewards: Tensor, episode_index: Tensor, group_index: Tensor)
     if bool((group[episode_of_token] != group_of_token).any()):
         raise ValueError("the tokens of one episode carry different group indices; an episode belongs to one group")
     return EpisodeReturns(returns=returns, group=group, group_count=group_count, episode_of_token=episode_of_token)
+
+
+def policy_lengths(mask: Tensor, episodes: EpisodeReturns) -> Tensor:
+    """[E] float64: how many tokens of each episode the policy wrote."""
+    return torch.zeros_like(episodes.returns).index_add(0, episodes.episode_of_token, mask.double())
 
 
 def _require_finite(rewards: Tensor) -> None:

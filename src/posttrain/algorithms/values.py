@@ -9,9 +9,10 @@ from torch import Tensor
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None = 0.2
 ) -> Tensor:
-    """max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2; `clip=None` leaves (V - R)^2 / 2.
+    """max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2; `clip=None` leaves (V - R)^2 / 2
 
-    The clipped form is that of the PPO code of Schulman et al. (openai/baselines), not of the paper.
+    Schulman et al. 2017, Proximal Policy Optimization (arXiv 1707.06347): the clipped form is that of its code
+    (openai/baselines), not of the paper.
     Returns [T], 0 off-mask.
     """
     if clip is not None and clip <= 0:
