@@ -1,0 +1,65 @@
+"""What `posttrain demo` does and shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from posttrain.demo.display import Display
+from posttrain.demo.plot import PlotError, plot_run
+from posttrain.demo.report import report_of, side_by_side
+from posttrain.demo.train import run_demo
+from posttrain.runs.plan import Plan
+
+LOADED = time.monotonic()
+
+
+def demo(seed: int, out: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
+    """Trains, shows everything on `console`, leaves run/, curves.png and report.json in `out`; returns the report."""
+    with ExitStack() as stack:
+        shown: list[Display] = []
+
+        def on_plan(plan: Plan) -> None:
+            shown.append(stack.enter_context(Display(console, plan.steps)))
+
+        trained = run_demo(seed, out, overrides, on_plan=on_plan, on_row=lambda step, row: shown[0](step, row))
+    report = report_of(trained, process_seconds())
+    console.print()
+    console.print(report.table())
+    for text in side_by_side(trained, trained.run.parts.renderer):
+        console.print(text, soft_wrap=True)
+    record = report.as_dict() | {"out": str(out)}
+    (out / "report.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    console.print(f"\n{_plot(out)}\nrun: {out / 'run'} (metrics, trajectories, checkpoints)", highlight=False)
+    return record
+
+
+def _plot(out: Path) -> str:
+    """Where the plot is, or why there is none."""
+    try:
+        plot_run(out / "run", out / "curves.png")
+    except PlotError as error:
+        return str(error)
+    return f"plot: {out / 'curves.png'}"
+
+
+def process_seconds() -> float:
+    """Seconds since this process started, interpreter and imports included.
+
+    Where the system does not tell: since this module was loaded.
+    """
+    since_loaded = time.monotonic() - LOADED
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, AttributeError, ValueError, IndexError):
+        return since_loaded
+    return age if since_loaded <= age < since_loaded + 600 else since_loaded
