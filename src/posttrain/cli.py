@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -151,6 +152,41 @@ def serve_search(
     serve(index, host, port, default_top_k=top_k)
 
 
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="A run directory, a checkpoint, or (with --config) a model.")],
+    question: Annotated[str | None, typer.Argument(help="Left out: questions are read until end of file.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The world that the model is put into.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="eval.temperature; 0 = greedy.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, for any key of the config.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a model and watch it: its own words in green, what it reads dimmed, the answer highlighted."""
+    from posttrain.loops.chat import Chat
+    from posttrain.loops.target import find_target
+
+    given = [] if temperature is None else [f"eval.temperature={temperature}"]
+    target = find_target(model, [*(settings or ()), *given], config=config, checkpoint=checkpoint)
+    with Chat.open(target) as opened:
+        for asked in [question] if question is not None else _questions():
+            reply = opened.ask(asked, None if as_json else partial(_print, end=""))
+            _show(as_json, reply.as_dict(), f"\n{reply.verdict}")
+    if question is not None and reply.invalid is not None:
+        raise typer.Exit(1)
+
+
+def _questions() -> Iterator[str]:
+    """Lines of standard input that hold something; a person gets a prompt."""
+    while True:
+        try:
+            line = input("\nquestion> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
+
+
 def _train(run: Any, as_json: bool) -> None:
     from posttrain.loops import rl as loop
 
@@ -186,13 +222,13 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, count: progress.update(bar, completed=done, total=count)
 
 
-def _print(shown: Any) -> None:
+def _print(shown: Any, end: str = "\n") -> None:
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
         console.width = 160  # a pipe has no width of its own
-    console.print(shown)
+    console.print(shown, end=end, soft_wrap=not end)
 
 
 def _fail(error: Exception) -> NoReturn:
