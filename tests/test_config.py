@@ -111,7 +111,7 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
         (["retrieval.url=http://localhost:8000"], "retrieval: the env single_turn takes no retriever"),
         (["env={name: search, options: {top_k: 2}}", "retrieval.corpus=c"], "env.options.top_k"),
         (["env.options.max_trns=2", "env.name=search", "retrieval.corpus=c"], "Did you mean 'max_turns'?"),
-        (["retrieval={corpus: a, url: b}"], "exactly one of corpus, index and url"),
+        (["retrieval={corpus: a, index: b}"], "exactly one of corpus, index and url"),
         (["data.train=[]"], "data.train names no files"),
         (["data.eval=[]", "eval.every=2"], "eval: there is nothing to evaluate on"),
         (["data.eval=[]", "checkpoint.keep_best=eval/reward"], "checkpoint.keep_best: nothing measures it"),
@@ -160,7 +160,7 @@ def test_own_functions_and_envs_by_file(load, tmp_path: Path):
     assert not config.env.takes_retriever
     assert config.env.factory(**config.env.options).max_turns == 1
     assert "lacks step, close" in refused(load, f"env.name={path}:Half")
-    assert "did you mean 'World'?" in refused(load, f"env.name={path}:Wrld")
+    assert "Did you mean 'World'?" in refused(load, f"env.name={path}:Wrld")
 
 
 def test_p128_plan_counts_optimizer_steps_and_moves_the_rate_by_them(load):

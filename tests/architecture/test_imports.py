@@ -36,6 +36,7 @@ LAYERS = {
     "cluster": 6,
     "compat": 7,
     "cli": 7,
+    "__main__": 8,
     "demo": 7,
 }
 # A room may import another one of its own layer only where it is named here.

@@ -43,12 +43,13 @@ def test_a_url_makes_a_client_with_its_options():
     ("values", "message"),
     [
         ({}, "exactly one of corpus, index and url; got none of them"),
-        ({"corpus": "a", "url": "b"}, r"got \['corpus', 'url'\]"),
+        ({"corpus": "a", "index": "b"}, r"got \[.corpus., .index.\]"),
+        ({"url": "localhost:8000"}, "expected a retrieval URL such as http://127.0.0.1:8000/retrieve, got .localhost:8000."),
         ({"corpus": "a", "topk": 3}, "topk"),
         ({"corpus": "a", "top_k": 0}, "top_k"),
         ({"corpus": "a", "b": 2}, "less than or equal to 1"),
-        ({"url": "b", "http": {"deadline": 3}}, "deadline"),
-        ({"url": "b", "http": {"max_attempts": 0}}, "max_attempts"),
+        ({"url": "http://b", "http": {"deadline": 3}}, "deadline"),
+        ({"url": "http://b", "http": {"max_attempts": 0}}, "max_attempts"),
     ],
 )
 def test_bad_sections_are_refused(values: dict[str, Any], message: str):

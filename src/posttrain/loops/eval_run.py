@@ -93,8 +93,8 @@ def evaluate_target(target: Target, watch: Watch | None = None) -> EvalRun:
     renderer = load_renderer(config)
     tasks = load_part(config, "eval", renderer)
     stage = make_stage(config, renderer, [*tasks])
-    check_search(stage)
     try:
+        check_search(stage)
         seed_everything(config.run.seed)
         sampler = make_sampler(target.load_policy(), stage)
         collector = make_collector(config, stage, sampler, eval_params(config))
