@@ -62,7 +62,9 @@ def resume(run_dir: Path, as_json: AsJson = False) -> None:
     from posttrain.loops import rl as loop
 
     run = loop.resume(run_dir, on_plan=lambda p: typer.echo(p.render(), err=as_json))
-    if run.step:
+    if run.finished:
+        typer.echo(f"finished: all {run.step} steps are done, nothing is left to do", err=as_json)
+    elif run.step:
         typer.echo(f"resuming after step {run.step} of {run.config.run.steps}", err=as_json)
     _train(run, as_json)
 

@@ -20,20 +20,23 @@ STYLES = {
 }
 ANSWER_STYLE = "bold black on bright_yellow"
 REPLACEMENT = "\ufffd"  # what decoders show for an incomplete character
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+VISIBLE |= dict.fromkeys(range(0x80, 0xA0), ord(REPLACEMENT))  # terminals obey these, too
 
 _THOUGHT = r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)"  # the first: opened by the prompt
 _THOUGHT_OR_ANSWER = re.compile(rf"{_THOUGHT}|<answer>(?P<answer>.*?)</answer>", re.DOTALL)
 
 
 def colored(trajectory: Trajectory, renderer: TextCodec, *, first: int = 0) -> Text:
-    """The tokens from position `first` on as text, one style per source; `plain` is exactly what the tokens decode to.
+    """The tokens from position `first` on as text, one style per source.
 
-    What the policy wrote between answer tags, outside its thoughts, stands out.
+    What the policy wrote between answer tags, outside its thoughts, stands out. Control characters show as pictures
+    (U+241B for escape), so that no text can steer a terminal; otherwise `plain` is what the tokens decode to.
     """
     shown = Text()
     for source, text in pieces(trajectory, renderer, first=first):
         start = len(shown)
-        shown.append(text, STYLES[source])
+        shown.append(text.translate(VISIBLE), STYLES[source])
         if source is Source.POLICY:
             for found in _THOUGHT_OR_ANSWER.finditer(text):
                 if found["answer"] is not None:
