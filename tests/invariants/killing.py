@@ -16,11 +16,14 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pyarrow.parquet as pq
+
+from posttrain.runs.checkpoint import CheckpointStore, KeepBest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "tiny_search.yaml"
@@ -28,13 +31,14 @@ STEPS = 6
 SMALL = (
     f"run.steps={STEPS}",
     "run.sinks=[]",
-    "batch.prompts_per_step=4",
+    "env.options.max_turns=1",
+    "batch.prompts_per_step=2",
     "batch.samples_per_prompt=4",
-    "batch.prompts_per_mini_batch=2",
-    "limits.max_turn_tokens=24",
-    "limits.max_observation_tokens=64",
-    "limits.max_episode_tokens=200",
-    "eval.max_tasks=8",
+    "batch.prompts_per_mini_batch=1",
+    "limits.max_turn_tokens=16",
+    "limits.max_observation_tokens=48",
+    "limits.max_episode_tokens=128",
+    "eval.max_tasks=4",
     "eval.every=2",
     "checkpoint.every=2",
     "checkpoint.keep_best=eval/reward",
@@ -43,6 +47,7 @@ SMALL = (
 GRPO = (*SMALL, "eval.temperature=0.7", "batch.epochs=2")
 PPO = (
     *SMALL,
+    "batch.cpu_workers=1",
     "algorithm={advantage: gae, std: null, length: null, aggregate: token_mean, kl_coef: 0.01, kl_in: reward}",
     "algorithm.kl_estimator=k1",
     "algorithm.lam=0.95",
@@ -95,6 +100,23 @@ POINTS: dict[str, Callable[[str, tuple[Any, ...]], bool]] = {
     "in a rollout": lambda e, a: e == "invariants.rollout",
     "never": lambda e, a: False,
 }
+
+
+AT_EVERY_KIND = (
+    Moment(point="config is about to appear"),
+    Moment(point="log is opened"),
+    Moment(point="in an evaluation", count=2),
+    Moment(point="trajectories are about to appear", count=2),
+    Moment(point="draft has weights only"),
+    Moment(point="draft lacks its manifest"),
+    Moment(point="draft is about to be renamed"),
+    Moment(point="renamed, not pruned"),
+    Moment(point="in a rollout", count=9),  # of 8 episodes per step: the second step after the checkpoint
+    Moment(point="metrics are rewound"),
+    Moment(point="in an evaluation", count=2),
+    Moment(point="a checkpoint is about to be pruned"),
+    Moment(point="half of a checkpoint is deleted"),
+)
 
 
 def die_at(moment: Moment) -> None:
@@ -176,8 +198,9 @@ class Life:
 
     def lead(self, overrides: Sequence[str], moments: Sequence[Moment]) -> Life:
         for moment in moments:
-            if live(self.folder, overrides, moment):
-                self.kills.append(f"{moment} ({phase(self.folder)})")
+            if not live(self.folder, overrides, moment):
+                return self
+            self.kills.append(f"{moment} ({phase(self.folder)})")
         live(self.folder, overrides)
         return self
 
@@ -194,11 +217,20 @@ def phase(folder: Path) -> str:
     return "before the first row" if not rows else f"after row {rows}"
 
 
-def random_moments(seed: str, count: int, longest: float) -> list[Moment]:
-    """One in four within the first half second, the others anywhere in a run of `longest` seconds."""
+def random_lives(base: Path, overrides: Sequence[str], *, seed: str, kills: int, longest: float) -> list[Life]:
+    """Lives one after another until `kills` kills hit a living process.
+
+    One kill in four comes within the first half second, the others anywhere in a run of `longest` seconds.
+    """
     chance = random.Random(seed)
-    spans = [0.5 if chance.random() < 0.25 else longest for _ in range(count)]
-    return [Moment(seconds=chance.uniform(0, span)) for span in spans]
+    lives: list[Life] = []
+    left = kills
+    while left:
+        life = Life(base / f"{len(lives)}")
+        moments = [Moment(seconds=chance.uniform(0, 0.5 if chance.random() < 0.25 else longest)) for _ in range(left)]
+        lives.append(life.lead(overrides, moments[:8]))
+        left -= len(life.kills)
+    return lives
 
 
 def by_command(folder: Path, overrides: Sequence[str], seconds: float | None = None) -> bool:
@@ -218,6 +250,7 @@ def by_command(folder: Path, overrides: Sequence[str], seconds: float | None = N
 
 
 def _locked_by(folder: Path, process: int) -> bool:
+    """Whether that process has made or opened the run: imports are over, and it is about to do something."""
     lock = folder / "lock"
     return lock.is_file() and f"process {process} " in lock.read_text()
 
@@ -238,46 +271,40 @@ class Remains:
     """Everything of a finished run that must not depend on whether it was interrupted."""
 
     metrics: bytes
-    checkpoints: dict[str, bytes]  # file -> content: weights, optimizer, random states, consumed ids, tokenizer
+    checkpoint: dict[str, bytes]  # file -> content: weights, optimizer, random states, consumed ids, tokenizer
+    best: int | None  # step of the best checkpoint
     trajectories: list[dict[str, Any]]
 
     def differences(self, other: Remains) -> list[str]:
         found = [] if self.metrics == other.metrics else ["metrics.jsonl: " + _first_change(self, other)]
-        for name in sorted(self.checkpoints.keys() | other.checkpoints.keys()):
-            if self.checkpoints.get(name) != other.checkpoints.get(name):
-                found.append(f"checkpoints/{name} differs")
+        for name in sorted(self.checkpoint.keys() | other.checkpoint.keys()):
+            if self.checkpoint.get(name) != other.checkpoint.get(name):
+                found.append(f"checkpoint: {name} differs")
+        if self.best != other.best:
+            found.append(f"the best checkpoint is that of step {self.best}, not {other.best}")
         if len(self.trajectories) != len(other.trajectories):
-            return [*found, f"{len(self.trajectories)} trajectories, {len(other.trajectories)}"]
+            return [*found, f"{len(self.trajectories)} trajectories, not {len(other.trajectories)}"]
         for mine, yours in zip(self.trajectories, other.trajectories, strict=True):
             found += [f"{mine['episode_id']}: {key}" for key in mine if repr(mine[key]) != repr(yours[key])]
         return found
 
 
 def remains(folder: Path) -> Remains:
-    import pyarrow.parquet as pq
-
-    from posttrain.config import RLConfig, load_config
-    from posttrain.runs.checkpoint import CheckpointStore, KeepBest
-
-    config = load_config(RLConfig, folder / "config.yaml")
-    assert config.checkpoint.keep_best is not None
-    store = CheckpointStore(folder / "checkpoints", keep_best=KeepBest(config.checkpoint.keep_best))
-    kept = [store.latest(), store.best()]
-    files = [path for checkpoint in kept if checkpoint is not None for path in checkpoint.path.rglob("*")]
+    store = CheckpointStore(folder / "checkpoints", keep_best=KeepBest("eval/reward"))
+    latest, best = store.latest(), store.best()
+    assert latest is not None
+    files = {str(path.relative_to(latest.path)): path for path in sorted(latest.path.rglob("*")) if path.is_file()}
     rows = [row for file in sorted((folder / "trajectories").glob("*")) for row in pq.read_table(file).to_pylist()]
     return Remains(
         metrics=(folder / "metrics.jsonl").read_bytes(),
-        checkpoints={
-            str(path.relative_to(folder / "checkpoints")): path.read_bytes() for path in files if path.is_file()
-        },
+        checkpoint={name: path.read_bytes() for name, path in files.items()},
+        best=None if best is None else best.step,
         trajectories=[row | {"turns": _without_seconds(row["turns"])} for row in rows],
     )
 
 
 def consumed(folder: Path) -> list[list[str]]:
     """The ids asked in each step, by the trajectories."""
-    import pyarrow.parquet as pq
-
     files = sorted((folder / "trajectories").glob("*.parquet"))
     return [pq.read_table(file, columns=["task_id"])["task_id"].to_pylist() for file in files]
 
@@ -299,9 +326,3 @@ def _first_change(mine: Remains, yours: Remains) -> str:
             changed = [f"{key} {a.get(key)} / {b.get(key)}" for key in a.keys() | b.keys() if a.get(key) != b.get(key)]
             return f"step {a['step']}: {', '.join(sorted(changed)[:4])}"
     return "the number of rows"
-
-
-@contextmanager
-def clock() -> Iterator[Callable[[], float]]:
-    started = time.monotonic()
-    yield lambda: time.monotonic() - started
