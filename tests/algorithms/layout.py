@@ -53,3 +53,14 @@ def close(actual: Tensor, expected: list[float], tolerance: float = 1e-5) -> Non
     torch.testing.assert_close(
         actual, torch.tensor(expected, dtype=actual.dtype), rtol=tolerance, atol=tolerance, equal_nan=False
     )
+
+
+def surrogate(fn, ratios, advantages, mask=None, index=None, **options):
+    """Loss and gradient in the log-probs, for given ratios at old log-prob -1."""
+    logprobs = (torch.tensor(ratios).log() - 1.0).requires_grad_()
+    old = torch.full_like(logprobs, -1.0)
+    keep = torch.ones(len(ratios), dtype=torch.bool) if mask is None else torch.tensor(mask).bool()
+    index = torch.tensor(index or [0] * len(ratios))
+    loss = fn(logprobs, old, torch.tensor(advantages), keep, index, **options)
+    loss.sum().backward()
+    return loss.detach(), logprobs.grad

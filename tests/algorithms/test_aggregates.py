@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.algorithms import AGGREGATES
-from posttrain.algorithms.aggregates import fixed_length, sequence_mean, sequence_sum_mean, token_mean
+from posttrain.algorithms.aggregates import fixed_length, group_mean, sequence_mean, sequence_sum_mean, token_mean
 
 from .layout import close
 
@@ -81,3 +81,9 @@ def test_weights_are_float32(name):
 def test_a_fixed_length_below_one_token_is_refused():
     with pytest.raises(ValueError, match="at least 1 token"):
         fixed_length(torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.long), length=0)
+
+
+def test_group_mean_weighs_every_prompt_alike():
+    mask = torch.tensor([True, True, False, True, True, False])
+    episode, group = torch.tensor([0, 0, 1, 1, 2, 3]), torch.tensor([4, 4, 4, 4, 2, 9])
+    close(group_mean(mask, episode, group_index=group), [1 / 6, 1 / 6, 0, 1 / 6, 1 / 2, 0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.algorithms import KL_ESTIMATORS
-from posttrain.algorithms.kl import absolute, in_reward, k1, k2, k3
+from posttrain.algorithms.kl import absolute, adapted_kl_coef, bounded, in_reward, k1, k2, k3, straight_through
 
 from .layout import close
 
@@ -118,3 +118,36 @@ def test_kl_in_reward_is_subtracted_at_policy_tokens_only():
     got = in_reward(torch.tensor([0.0, 5.0, 1.0]), kl, mask, kl_coef=0.1)
     close(got, [-0.1, 5.0, 0.8])
     assert not got.requires_grad
+
+
+def test_straight_through_has_the_value_of_one_and_the_gradient_of_the_other():
+    logprobs = torch.tensor([2.0, float("nan")], requires_grad=True)
+    ref, mask = torch.zeros(2), torch.tensor([True, False])
+    mixed = straight_through(k3(logprobs, ref, mask), k2(logprobs, ref, mask))
+    mixed.sum().backward()
+    close(mixed.detach(), [math.exp(-2) + 1, 0])
+    close(logprobs.grad, [2.0, 0])
+
+
+def test_bounded_cuts_both_sides_and_their_gradients():
+    kl = torch.tensor([12.0, -11.0, 3.0], requires_grad=True)
+    bounded(kl, 10.0).sum().backward()
+    close(bounded(kl, 10.0).detach(), [10, -10, 3])
+    close(kl.grad, [0, 0, 1])
+    with pytest.raises(ValueError, match="must be positive"):
+        bounded(kl, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kl", "error"), [(5.5, 0.1), (66.0, 0.2), (5.0, 0.0), (4.5, -0.1), (0.0, -0.2), (float("nan"), 0.0)]
+)
+def test_the_adaptive_controller_follows_the_measured_kl_within_a_fifth(kl, error):
+    for episodes, horizons in ((100, 1.0), (50, 0.5)):
+        got = adapted_kl_coef(0.1, kl, target=5.0, horizon=100.0, episodes=episodes)
+        assert got == pytest.approx(0.1 * (1 + error * horizons))
+
+
+@pytest.mark.parametrize("wrong", [{"target": 0.0}, {"horizon": -1.0}])
+def test_a_controller_without_a_target_is_refused(wrong):
+    with pytest.raises(ValueError, match="must be positive"):
+        adapted_kl_coef(0.1, 1.0, **({"target": 1.0, "horizon": 1.0, "episodes": 1} | wrong))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.algorithms.returns import gae, gae_returns, reinforce
+from posttrain.algorithms.returns import gae, gae_returns, optimal_token_baseline, reinforce, reinforce_pp, remax
 
 from .layout import close, one_token_each, packed
 
@@ -96,3 +96,98 @@ def test_no_estimator_passes_a_gradient_to_the_critic():
     values = torch.ones(2, requires_grad=True)
     assert not gae(*packed([[0, 1]]).args, values=values).requires_grad
     assert not gae_returns(*packed([[0, 1]]).args, values=values).requires_grad
+
+
+def test_discount_by_turn_leaves_tokens_of_a_turn_alike():
+    batch = packed([[0, 0, 0, 0, 8]], masks=[[1, 1, 0, 1, 1]])
+    close(reinforce(*batch.args, gamma=0.5), [1, 2, 0, 4, 8], 1e-6)
+    close(reinforce(*batch.args, gamma=0.5, discount="turn"), [4, 4, 0, 8, 8], 1e-6)
+    with pytest.raises(ValueError, match='expected "token" or "turn"'):
+        reinforce(*batch.args, discount="episode")
+
+
+def test_gae_discounted_by_turn():
+    batch = packed([[0, 0, 0, 0, 8]], masks=[[1, 1, 0, 1, 1]])
+    values = torch.tensor([1.0, 2.0, float("nan"), 3.0, 4.0])
+    got = gae(*batch.args, values=values, gamma=0.5, lam=0.5, discount="turn")
+    # deltas 2 - 1 = 1; .5 * 3 - 2 = -.5; 4 - 3 = 1; 8 - 4 = 4
+    close(got, [1.75, 0.75, 0, 5, 4], 1e-6)
+    returns = gae_returns(*batch.args, values=values, gamma=0.5, lam=0.5, discount="turn")
+    close(returns, [2.75, 2.75, 0, 8, 8], 1e-6)
+
+
+def test_reinforce_pp_whitens_returns_over_the_tokens_of_the_batch():
+    batch = packed([[0, 0, 1]])
+    # .25 .5 1: mean 7/12, deviations -4/12 -1/12 5/12, sample variance 42 / 144 / 2
+    root = (42 / 288) ** 0.5
+    close(reinforce_pp(*batch.args, gamma=0.5), [-4 / 12 / root, -1 / 12 / root, 5 / 12 / root], 1e-6)
+    assert torch.equal(reinforce_pp(*one_token_each([0.1] * 3).args), torch.zeros(3))
+
+
+def test_reinforce_pp_discounts_by_turn():
+    batch = packed([[0, 0, 0, 0, 8]], masks=[[1, 1, 0, 1, 1]])
+    root = (4 * 4 / 3) ** 0.5  # 4 4 8 8
+    close(reinforce_pp(*batch.args, gamma=0.5, discount="turn"), [-2 / root, -2 / root, 0, 2 / root, 2 / root], 1e-6)
+
+
+def test_p91_the_reset_at_tool_tokens_is_an_option():
+    batch = packed([[0, 0, 1]], masks=[[1, 0, 1]])
+    half = 0.5**0.5
+    assert torch.equal(reinforce_pp(*batch.args), torch.zeros(3))  # the outcome reaches both turns alike
+    close(reinforce_pp(*batch.args, stop_at_observations=True), [-half, 0, half], 1e-6)
+
+
+def test_remax_is_the_distance_to_the_greedy_answer():
+    batch = packed([[0, 1], [0, 0.5], [0, 0]], masks=[[1, 1], [0, 1], [1, 1]], groups=[0, 0, 1])
+    greedy = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0])
+    close(remax(*batch.args, greedy_returns=greedy), [0.5, 0.5, 0, 0, -1, -1], 1e-6)
+
+
+def test_remax_counts_rewards_from_the_token_on():
+    batch = packed([[1, 0, 2]])
+    close(remax(*batch.args, greedy_returns=torch.full((3,), 1.0)), [2, 1, 1], 1e-6)
+
+
+def test_remax_without_a_judged_greedy_answer_has_no_baseline_and_no_advantage():
+    batch = packed([[0, 1], [1, 0]], groups=[0, 1])
+    greedy = torch.tensor([float("nan")] * 2 + [0.0] * 2)
+    close(remax(*batch.args, greedy_returns=greedy), [0, 0, 1, 0], 0)
+    with pytest.raises(ValueError, match="greedy episode per prompt"):
+        remax(*batch.args)
+
+
+def test_remax_equal_up_to_rounding_is_exactly_zero():
+    batch = packed([[0.1, 0.2], [1e4 + 5e-3, 0]], groups=[0, 1])
+    greedy = torch.tensor([0.3, 0.3, 1e4, 1e4])
+    assert remax(*batch.args, greedy_returns=greedy)[[0, 2]].tolist() == [0, 0]
+
+
+def test_optimal_token_baseline_by_hand():
+    batch = packed([[0, 9, 1], [0]], masks=[[1, 0, 1], [1]])
+    batch.rewards = torch.tensor([0.0, 0.0, 1.0, 0.0])
+    logprobs = torch.tensor([0.5, 9.0, 0.5, 0.75]).log()
+    # token 1: weights .5 and .25, baseline (.5 * 1 + .25 * 0) / .75 = 2/3; token 2: the first episode is alone
+    close(optimal_token_baseline(*batch.args, old_logprobs=logprobs), [1 / 3, 0, 0, -2 / 3], 1e-6)
+    squares = torch.tensor([0.5, 9.0, 0.5, 0.625])  # weights 1 - 1 + .5 = .5 and 1 - 1.5 + .625 = .125: baseline .8
+    got = optimal_token_baseline(*batch.args, old_logprobs=logprobs, sum_pi_squared=squares)
+    close(got, [0.2, 0, 0, -0.8], 1e-6)
+
+
+def test_optimal_token_baseline_sums_the_weights_along_the_episode():
+    batch = packed([[0, 4], [0, 0]])
+    logprobs = torch.tensor([0.5, 0.5, 0.75, 0.25]).log()
+    # second tokens: weights .5 + .5 = 1 and .25 + .75 = 1, baseline 2; first: (.5 * 4) / .75 = 8/3
+    close(optimal_token_baseline(*batch.args, old_logprobs=logprobs), [4 / 3, 2, -8 / 3, -2], 1e-6)
+
+
+def test_optimal_token_baseline_keeps_groups_apart_and_equal_returns_silent():
+    batch = packed([[0.3], [0.1, 0.2], [1], [0], [5]], groups=[3, 3, 1, 1, 2])
+    logprobs = torch.full((6,), -1.0)
+    close(optimal_token_baseline(*batch.args, old_logprobs=logprobs), [0, 0, 0, 0.5, -0.5, 0], 0)
+
+
+def test_optimal_token_baseline_where_the_policy_was_certain():
+    batch = packed([[1], [0]])
+    assert torch.equal(optimal_token_baseline(*batch.args, old_logprobs=torch.zeros(2)), torch.zeros(2))
+    with pytest.raises(ValueError, match="needs old_logprobs"):
+        optimal_token_baseline(*batch.args)
