@@ -29,7 +29,8 @@ def main() -> None:
     except Exception as error:
         if not type(error).__module__.startswith("posttrain."):
             raise
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        text = "\n".join([str(error).rstrip(), *getattr(error, "__notes__", [])])
+        typer.secho(f"error: {text}", fg=typer.colors.RED, err=True)
         sys.exit(1)
 
 
@@ -195,9 +196,20 @@ def _train(run: Any, as_json: bool) -> None:
     try:
         loop.train(run)
         summary = {"run": str(run.directory.path), "step": run.step, **run.measured}
+    except KeyboardInterrupt:
+        typer.echo(f"\ninterrupted. {_way_on(run)}", err=True)
+        raise
+    except Exception as error:
+        error.add_note(_way_on(run))
+        raise
     finally:
         run.close()
     _show(as_json, summary, "\n".join(f"{key:<28} {value}" for key, value in summary.items()))
+
+
+def _way_on(run: Any) -> str:
+    path = run.directory.path
+    return f"{run.step} of {run.config.run.steps} steps are done; go on from the latest checkpoint: posttrain resume {path}"
 
 
 def _rl_config(path: Path, overrides: list[str] | None, *, smoke: bool = False) -> Any:
