@@ -33,6 +33,7 @@ def plot_run(run_dir: Path, png: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise PlotError(f"no plot: matplotlib is missing ({error}); pip install 'posttrain[viewer]'") from error
     rows = read_metrics(run_dir)
@@ -46,7 +47,8 @@ def plot_run(run_dir: Path, png: Path) -> None:
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))
         if len(axes.lines) > 1:
             axes.legend()
     figure.savefig(png, dpi=120)

@@ -21,13 +21,13 @@ ONE_HOP, TWO_HOP = "1-hop", "2-hop"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One evaluation: exact match over all questions and by kind, searches per question."""
+    """One evaluation: exact match over all questions and by kind, searches per question; None = none was asked."""
 
     questions: int
-    em: float
-    em_1hop: float
-    em_2hop: float
-    searches: float
+    em: float | None
+    em_1hop: float | None
+    em_2hop: float | None
+    searches: float | None
 
 
 def measured(evaluation: Evaluation) -> Measured:
@@ -46,8 +46,12 @@ def measured(evaluation: Evaluation) -> Measured:
     )
 
 
-def _mean(values: list[float]) -> float:
-    return fmean(values) if values else float("nan")
+def _mean(values: list[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +100,9 @@ class Report:
         for name in self._columns:
             table.add_column(name, justify="right", style="bold green" if name == "after" else None)
         for label, field in (("all questions", "em"), ("one hop", "em_1hop"), ("two hops", "em_2hop")):
-            table.add_row(label, *[f"{getattr(column, field):.3f}" for column in self._columns.values()])
+            table.add_row(label, *[_shown(getattr(column, field), ".3f") for column in self._columns.values()])
         table.add_section()
-        table.add_row("searches per question", *[f"{column.searches:.2f}" for column in self._columns.values()])
+        table.add_row("searches per question", *[_shown(column.searches, ".2f") for column in self._columns.values()])
         return table
 
 
