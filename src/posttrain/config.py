@@ -5,7 +5,7 @@ How a file is read is in `runs.config_file`, how a name becomes a function in `r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,17 +15,17 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from posttrain.algorithms import ADVANTAGES, AGGREGATES, KL_ESTIMATORS, LOSSES
+from posttrain.algorithms import GROUP_ADVANTAGES, VALUE_TARGETS
 from posttrain.data.config import DataConfig
 from posttrain.envs import ENVS, Env
 from posttrain.retrieval.config import RetrievalConfig
 from posttrain.rewards.config import RewardConfig
 from posttrain.rollout import Limits
+from posttrain.runs.algorithm import AlgorithmConfig, DynamicSamplingConfig, ShapingConfig
 from posttrain.runs.config_file import (
     ConfigError,
     Section,
@@ -52,6 +52,7 @@ __all__ = [
     "ConfigError",
     "CriticConfig",
     "DataConfig",
+    "DynamicSamplingConfig",
     "EnvConfig",
     "EvalConfig",
     "EvalRunConfig",
@@ -65,6 +66,7 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "Section",
+    "ShapingConfig",
     "check_options",
     "config_yaml",
     "key_error",
@@ -77,8 +79,6 @@ __all__ = [
     "resolve",
     "unknown_name",
 ]
-
-GROUP_ESTIMATORS = frozenset({"grpo", "rloo"})  # the baseline is the group: of one episode there is nothing to learn
 
 
 class RunConfig(Section):
@@ -153,75 +153,6 @@ class SamplingConfig(Section):
                     key, f"{value} would train on other probabilities than it sampled with; set it to {off}"
                 )
         return self
-
-
-class AlgorithmConfig(Section):
-    """Names of `posttrain.algorithms` (or your own "pkg.mod:fn"), and their options.
-
-    An option left out has the default of its function; one that none of the chosen functions takes is an error.
-    """
-
-    advantage: str = "grpo"
-    loss: str = "ppo_clip"
-    aggregate: str = "token_mean"
-    kl_coef: NonNegativeFloat = 0.0
-    kl_estimator: str = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
-    measure_kl: bool = Field(
-        default=False, description="record the KL from the start policy also where kl_coef is 0"
-    )
-    kl_on_silent_groups: bool = Field(
-        default=True, description="with kl_in: loss, whether groups of equal rewards are pulled to the reference, too"
-    )
-    clip_low: NonNegativeFloat | None = None
-    clip_high: NonNegativeFloat | None = None
-    clip_dual: PositiveFloat | None = None
-    gamma: float | None = Field(default=None, ge=0, le=1)
-    lam: float | None = Field(default=None, ge=0, le=1)
-    std: Literal["sample", "population", "none"] | None = None
-    whiten: bool | None = None
-    length: PositiveInt | None = None
-    options: dict[str, Any] = Field(default={}, description="what your own functions take besides")
-
-    @field_validator("advantage", "loss", "aggregate", "kl_estimator")
-    @classmethod
-    def _known(cls, name: str, info: ValidationInfo) -> str:
-        resolve(_TABLES[str(info.field_name)], name, str(info.field_name))
-        return name
-
-    @property
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """The chosen rows, by the key that names them."""
-        return {key: resolve(table, getattr(self, key), key) for key, table in _TABLES.items()}
-
-    def options_of(self, key: str) -> dict[str, Any]:
-        """The keyword arguments for the function chosen by `key` ("advantage", "loss", "aggregate")."""
-        return options_for(self.functions[key], self._given)
-
-    @property
-    def _given(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in _OPTION_KEYS}
-        return {name: value for name, value in named.items() if value is not None} | self.options
-
-    @model_validator(mode="after")
-    def _all_used(self) -> Self:
-        functions = self.functions
-        used = {name for function in functions.values() for name in options_for(function, self._given)}
-        for name in self._given:
-            if name not in used:
-                chosen = ", ".join(getattr(self, key) for key in functions)
-                key = name if name in _OPTION_KEYS else f"options.{name}"
-                raise key_error(key, f"no chosen function takes it ({chosen}); remove it or choose another function")
-        return self
-
-
-_TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
-    "advantage": ADVANTAGES,
-    "loss": LOSSES,
-    "aggregate": AGGREGATES,
-    "kl_estimator": KL_ESTIMATORS,
-}
-_OPTION_KEYS = ("clip_low", "clip_high", "clip_dual", "gamma", "lam", "std", "whiten", "length")
 
 
 class EvalConfig(Section):
@@ -322,22 +253,23 @@ def plan_of(config: RLConfig, train_tasks: int) -> Plan:
 
 def _check_group(config: RLConfig) -> None:
     estimator, size = config.algorithm.advantage, config.batch.samples_per_prompt
-    if estimator in GROUP_ESTIMATORS and size < 2:
+    if estimator in GROUP_ADVANTAGES and size < 2:
         raise key_error(
             "batch.samples_per_prompt",
             f"{estimator} compares the episodes of one prompt with each other and learns nothing from {size}; "
-            "use at least 2, or an advantage that needs no group (gae, reinforce)",
+            "use at least 2, or an advantage that needs no group (gae, reinforce, remax)",
         )
 
 
 def _check_critic(config: RLConfig) -> None:
-    needed = config.algorithm.advantage == "gae"
-    if needed and config.critic is None:
+    advantage = config.algorithm.advantage
+    if advantage in VALUE_TARGETS and config.critic is None:
         raise key_error(
-            "algorithm.advantage", "gae needs values: add a `critic:` section (`critic: {}` for its defaults)"
+            "algorithm.advantage",
+            f"{advantage} needs values: add a `critic:` section (`critic: {{}}` for its defaults)",
         )
-    if config.critic is not None and config.algorithm.advantage in GROUP_ESTIMATORS:
-        raise key_error("critic", f"{config.algorithm.advantage} uses no critic; remove the section or choose gae")
+    if config.critic is not None and advantage in GROUP_ADVANTAGES:
+        raise key_error("critic", f"{advantage} uses no critic; remove the section or choose gae")
 
 
 def _check_data(config: RLConfig) -> None:

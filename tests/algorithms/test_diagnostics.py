@@ -52,8 +52,15 @@ def test_mismatch_by_hand():
         "max_gap": pytest.approx(0.5),
         "k1": pytest.approx(0.5 / 3),
         "k3": pytest.approx((weight - 1 + 0.5) / 3),
+        "share_far": 0.0,
         "ess": pytest.approx((2 + weight) ** 2 / (3 * (2 + weight**2))),
     }
+
+
+def test_mismatch_counts_tokens_beyond_a_factor():
+    trainer = torch.tensor([-1.0, -1.0, -3.0, -1.5])
+    assert mismatch(trainer, torch.full((4,), -1.9), EVERY)["share_far"] == 0.75
+    assert mismatch(trainer, torch.full((4,), -1.9), EVERY, far=2.8)["share_far"] == 0.25
 
 
 def test_mismatch_refuses_a_missing_logprob():

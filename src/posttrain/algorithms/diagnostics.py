@@ -5,6 +5,8 @@ Each takes the tokens of a whole mini-batch; None means that the batch had no po
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,11 +48,12 @@ def effective_sample_size(logprobs: Tensor, sampling_logprobs: Tensor, mask: Ten
     return float(weight.sum().square() / (len(weight) * weight.square().sum()))
 
 
-def mismatch(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+def mismatch(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, far: float = 2.0) -> dict[str, float]:
     """How far the trainer's log-probs lie from the sampler's, for the same weights, over policy tokens.
 
-    Keys: mean_gap and max_gap of |trainer - sampler| (nats); k1 and k3 of KL(sampler || trainer); ess. Empty without
-    policy tokens. Raises ValueError when the sampler's log-prob is missing for a policy token.
+    Keys: mean_gap and max_gap of |trainer - sampler| (nats); k1 and k3 of KL(sampler || trainer); ess; share_far, the
+    share of tokens whose ratio leaves [1 / far, far], which a correction would clip. Empty without policy tokens.
+    Raises ValueError when the sampler's log-prob is missing for a policy token.
     """
     if not bool(mask.any()):
         return {}
@@ -65,6 +68,7 @@ def mismatch(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[s
         "max_gap": float(gap.max()),
         "k1": float(k1(sampler, trainer, everywhere).mean()),
         "k3": float(k3(sampler, trainer, everywhere).mean()),
+        "share_far": float((gap > math.log(far)).double().mean()),
         "ess": effective_sample_size(trainer, sampler, everywhere) or 0.0,
     }
 

@@ -15,7 +15,7 @@ from posttrain.chat import Renderer
 from posttrain.config import ConfigError, EnvConfig, RLConfig, resolve
 from posttrain.data import TaskSet, load_tasks
 from posttrain.envs import ENVS, Env
-from posttrain.loops.collect import Collector
+from posttrain.loops.collect import Collector, Credit
 from posttrain.retrieval.client import HttpRetriever
 from posttrain.retrieval.config import make_retriever
 from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever
@@ -191,6 +191,11 @@ def env_maker(name: str, config: RLConfig, retriever: Retriever | None) -> Calla
 
 def make_collector(config: RLConfig, parts: Stage, sampler: Sampler, params: SamplingParams) -> Collector:
     return Collector(spec=make_spec(config, parts, sampler, params), rewards=parts.rewards, seed=config.run.seed)
+
+
+def training_credit(config: RLConfig) -> Credit:
+    algorithm = config.algorithm
+    return Credit(algorithm.outcome_reward_coef, algorithm.turn_reward_coef, greedy=algorithm.needs_greedy)
 
 
 def make_spec(config: RLConfig, parts: Stage, sampler: Sampler, params: SamplingParams) -> RolloutSpec:

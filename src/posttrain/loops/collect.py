@@ -10,9 +10,10 @@ One call of `collect`
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from posttrain.rewards import Reward, score_group
@@ -33,13 +34,37 @@ class Collector:
     rewards: Mapping[str | None, Reward]
     seed: int
     on_group: Callable[[], None] | None = None  # told when a group is complete, for a display
+    credit: Credit = field(default_factory=lambda: Credit())
 
 
-async def collect(tasks: Sequence[Task], collector: Collector, *, group_size: int, step: int) -> list[Trajectory]:
-    """All trajectories of one step; two draws of one task are two groups, told apart by their place in `tasks`."""
-    earlier: Counter[str] = Counter()
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What lies on the tokens of an episode: the outcome at its last policy token, what the env gave at its turns.
+
+    By default the env's rewards are left out: a reward function that wants them reads `Episode.env_reward`, and then
+    its value already holds them. greedy: every group gets a greedy episode besides, which is only a baseline.
+    """
+
+    outcome: float = 1.0
+    turns: float = 0.0
+    greedy: bool = False
+
+
+async def collect(
+    tasks: Sequence[Task],
+    collector: Collector,
+    *,
+    group_size: int,
+    step: int,
+    earlier: Counter[str] | None = None,
+) -> list[Trajectory]:
+    """All trajectories of one step; two draws of one task are two groups, told apart by their place in the step.
+
+    earlier: how often each task was drawn in this step before; is counted on.
+    """
+    earlier = Counter() if earlier is None else earlier
     groups = []
-    for place, task in enumerate(tasks):
+    for place, task in enumerate(tasks, start=earlier.total()):
         draw = Draw(task, f"{step}/{place}/{task.id}", group_size, first_sample=group_size * earlier[task.id])
         groups.append(_collect_group(draw, collector, step))
         earlier[task.id] += 1
@@ -67,33 +92,63 @@ async def _collect_group(draw: Draw, collector: Collector, step: int) -> list[Tr
         step=step,
         first_sample=draw.first_sample,
     )
+    if task.extra:
+        for trajectory in trajectories:
+            trajectory.info["extra"] = dict(task.extra)  # for whoever reads the log
     by_episode = [list(parts) for _, parts in groupby(trajectories, key=lambda t: t.episode_id)]
     judged = [parts for parts in by_episode if not isinstance(parts[-1].outcome, Invalid)]
     episodes = [episode_of(parts, collector.spec.renderer) for parts in judged]
     outcomes = await score_group(collector.rewards[task.reward], episodes, task)
     for parts, outcome in zip(judged, outcomes, strict=True):
-        attach_outcome(parts, outcome)
+        attach_outcome(parts, outcome, collector.credit)
+    if collector.credit.greedy:
+        await _attach_greedy(trajectories, draw, collector, step)
     if collector.on_group is not None:
         collector.on_group()
     return trajectories
 
 
-def attach_outcome(parts: Sequence[Trajectory], outcome: Outcome) -> None:
-    """Stores the outcome on every trajectory of an episode and its value at the episode's last policy token.
+async def _attach_greedy(trajectories: Sequence[Trajectory], draw: Draw, collector: Collector, step: int) -> None:
+    """One more episode of the task, without chance; what it earned goes to every token of the group as a stream.
 
-    What the env gave on the way is replaced: a reward function that wants it reads `Episode.env_reward`, and then its
-    value already holds it.
+    NaN where it could not be judged.
     """
+    greedy = replace(collector.spec, params=replace(collector.spec.params, temperature=0.0))
+    found = await rollout_group(
+        draw.task, greedy, group_id=f"{draw.group_id}/greedy", group_size=1, run_seed=collector.seed, step=step
+    )
+    earned = math.nan
+    if not isinstance(found[-1].outcome, Invalid):
+        episode = episode_of(found, collector.spec.renderer)
+        (outcome,) = await score_group(collector.rewards[draw.task.reward], [episode], draw.task)
+        attach_outcome(found, outcome, collector.credit)
+        if isinstance(outcome, Score):
+            earned = sum(reward for t in found for reward in t.rewards or ())
+    for trajectory in trajectories:
+        trajectory.streams["greedy_returns"] = [earned] * len(trajectory)
+
+
+def attach_outcome(parts: Sequence[Trajectory], outcome: Outcome, credit: Credit | None = None) -> None:
+    """Stores the outcome on every trajectory of an episode, and its value at the episode's last policy token.
+
+    With rewards of turns, the outcome's part of all rewards is kept as the stream `outcome_rewards`.
+    """
+    credit = credit or Credit()
     for trajectory in parts:
         trajectory.outcome = outcome
-        trajectory.rewards = [0.0] * len(trajectory)
+        given = trajectory.rewards or [0.0] * len(trajectory)
+        trajectory.rewards = [credit.turns * reward for reward in given] if credit.turns else [0.0] * len(trajectory)
+        if credit.turns:
+            trajectory.streams["outcome_rewards"] = [0.0] * len(trajectory)
     if not isinstance(outcome, Score):
         return
     for trajectory in reversed(parts):
         written = [i for i, source in enumerate(trajectory.source) if source is Source.POLICY]
         if written:
             assert trajectory.rewards is not None
-            trajectory.rewards[written[-1]] = outcome.value
+            trajectory.rewards[written[-1]] += credit.outcome * outcome.value
+            if credit.turns:
+                trajectory.streams["outcome_rewards"][written[-1]] = credit.outcome * outcome.value
             return
 
 

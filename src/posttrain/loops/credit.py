@@ -13,9 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from posttrain.algorithms import CHOICES, VALUE_TARGETS
+from posttrain.algorithms.kl import in_reward
 from posttrain.algorithms.returns import gae_returns
 from posttrain.loops.learner import Learner
-from posttrain.packing import Batch, bins_of, pack, select
+from posttrain.loops.shape import leave_out, shape_rewards, truncated_tokens
+from posttrain.packing import Batch, pack, segment_bins, select
+from posttrain.runs.plugins import options_for
 from posttrain.trajectory import Trajectory
 
 
@@ -23,30 +27,36 @@ def assign_credit(trajectories: Sequence[Trajectory], learner: Learner) -> Batch
     """Packs usable trajectories and gives every policy token its advantage."""
     algorithm = learner.config.algorithm
     batch = pack(trajectories)
+    truncated = truncated_tokens(trajectories, batch)
     batch.old_logprobs = old_logprobs(batch, learner)
+    shape_rewards(batch, truncated, learner)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-        batch.rewards = batch.rewards - algorithm.kl_coef * kl_to_ref(batch, learner)
-    values = None
+        kl = kl_to_ref(batch, learner)
+        batch.streams["reward_kl"] = kl
+        batch.rewards = in_reward(batch.rewards, kl, batch.loss_mask, kl_coef=learner.kl_coef)
     if learner.critic is not None:
-        values = by_micro_batch(learner.critic.values, batch, learner)
-        batch.streams["values"] = values
-    where = (batch.loss_mask, batch.episode_index, batch.group_index)
-    options = algorithm.options_of("advantage")
-    batch.advantages = algorithm.functions["advantage"](batch.rewards, *where, values=values, **options)
-    if values is not None:
-        discounts = {key: value for key, value in options.items() if key in ("gamma", "lam")}
-        batch.streams["returns"] = gae_returns(batch.rewards, *where, values=values, **discounts)
+        batch.streams["values"] = by_micro_batch(learner.critic.values, batch, learner)
+    where = (batch.rewards, batch.loss_mask, batch.episode_index, batch.group_index)
+    known = {"old_logprobs": batch.old_logprobs, **batch.streams}
+    batch.advantages = algorithm.functions["advantage"](*where, **algorithm.options_with("advantage", known))
+    if learner.critic is not None:
+        target = VALUE_TARGETS.get(algorithm.advantage, gae_returns)
+        discounts = options_for(target, algorithm.options_of("advantage"))
+        batch.streams["returns"] = target(*where, values=batch.streams["values"], **discounts)
+    leave_out(batch, truncated, learner)
     return batch
 
 
 def old_logprobs(batch: Batch, learner: Learner) -> Tensor:
     """[T] log-probs of the policy that is frozen for this batch.
 
-    Those of the sampler when it runs this very policy at this very version: they equal what a forward would give.
+    Those of the sampler when it runs this very policy at this very version: they equal what a forward would give. Also
+    when the config says so (bypass): then the sampler's policy is the one that ratios are taken to.
     """
     policy = learner.policy
     fresh = bool((batch.policy_versions[batch.loss_mask] == policy.version).all())
-    if learner.sampler_shares_weights and fresh:
+    bypass = learner.config.algorithm.old_logprobs == "sampler"
+    if bypass or (learner.sampler_shares_weights and fresh):
         return torch.where(batch.loss_mask, batch.rollout_logprobs, 0.0)
     return by_micro_batch(lambda part: policy.logprobs(part, learner.temperature), batch, learner)
 
@@ -57,8 +67,7 @@ def kl_to_ref(batch: Batch, learner: Learner) -> Tensor:
     assert batch.old_logprobs is not None
     ref = learner.ref
     batch.streams["ref_logprobs"] = by_micro_batch(lambda part: ref.logprobs(part, learner.temperature), batch, learner)
-    estimate = learner.config.algorithm.functions["kl_estimator"]
-    return estimate(batch.old_logprobs, batch.streams["ref_logprobs"], batch.loss_mask)
+    return learner.kl(batch.old_logprobs, batch.streams["ref_logprobs"], batch.loss_mask).detach()
 
 
 def kl_of_some(batch: Batch, learner: Learner) -> tuple[float, int] | None:
@@ -76,7 +85,7 @@ def kl_of_some(batch: Batch, learner: Learner) -> tuple[float, int] | None:
 def by_micro_batch(forward: Callable[[Batch], Tensor], batch: Batch, learner: Learner) -> Tensor:
     """[T] of a forward without gradients, computed a micro-batch at a time and put back in the batch's order."""
     out = torch.zeros(len(batch))
-    for segments in bins_of(batch.lengths, learner.config.batch.tokens_per_micro_batch):
+    for segments in segment_bins(batch, learner.config.batch.tokens_per_micro_batch):
         part = select(batch, segments)
         out[batch.tokens_of(segments)] = forward(part).float().cpu()
     return out
@@ -98,9 +107,15 @@ def mini_batches(batch: Batch, learner: Learner, *, seed: str) -> list[Batch]:
 
 
 def weighted(mini: Batch, learner: Learner) -> Batch:
+    """With loss weights, and with what the loss has to choose among all tokens of the mini-batch."""
     algorithm = learner.config.algorithm
-    aggregate = algorithm.functions["aggregate"]
-    return replace(mini, weights=aggregate(mini.loss_mask, mini.episode_index, **algorithm.options_of("aggregate")))
+    options = algorithm.options_with("aggregate", {"group_index": mini.group_index})
+    weights = algorithm.functions["aggregate"](mini.loss_mask, mini.episode_index, **options)
+    streams = mini.streams
+    if (choose := CHOICES.get(algorithm.loss)) is not None:
+        options = options_for(choose, algorithm.options_of("loss"))
+        streams = streams | {"chosen": choose(mini.old_logprobs, mini.advantages, mini.loss_mask, **options)}
+    return replace(mini, weights=weights, streams=streams)
 
 
 def without_silent_groups(mini: Batch) -> Batch:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from posttrain.algorithms import LOSSES
+from posttrain.algorithms.kl import adapted_kl_coef, bounded, straight_through
+from posttrain.algorithms.shaping import Running
 from posttrain.config import RLConfig
 from posttrain.trainer.critic import Critic
 from posttrain.trainer.loading import load_config, model_path, pick_device
@@ -21,6 +25,8 @@ from posttrain.trainer.policy import Policy
 OPTIMIZER_FILE = "optimizer.safetensors"
 CRITIC_OPTIMIZER_FILE = "critic_optimizer.safetensors"
 CRITIC_FOLDER = "critic"
+MEMORY_FILE = "learner.json"  # numbers that a run has learnt besides its weights
+MOVE_WITHOUT_ADVANTAGE = {"kl_cov"}  # losses with a term that is not proportional to the advantage
 SMALL_HIDDEN_SIZE = 512
 
 
@@ -35,6 +41,8 @@ class Learner:
     critic: Critic | None = None
     critic_optimizer: Optimizer | None = None
     sampler_shares_weights: bool = True  # the sampler runs `policy` itself
+    kl_coef: float = 0.0  # as the controller has left it
+    running: Running = field(default_factory=Running)  # of all rewards so far, for their normalisation
 
     @property
     def temperature(self) -> float:
@@ -48,12 +56,29 @@ class Learner:
     def silent_groups_may_go(self) -> bool:
         """Whether leaving out groups whose advantages are all 0 is exact: when nothing else moves a weight.
 
-        The KL term of the loss does (unless it is switched off for them), so does a critic, whose values change between
-        the epochs of a step, and so may a loss that is not ours.
+        The KL term of the loss does (unless it is switched off for them), so do an entropy bonus and a critic, whose
+        values change between the epochs of a step, and so may a loss that is not ours.
         """
         algorithm = self.config.algorithm
         kl_moves = self.kl_in_loss and algorithm.kl_on_silent_groups
-        return not kl_moves and self.critic is None and algorithm.loss in LOSSES
+        proportional = algorithm.loss in LOSSES and algorithm.loss not in MOVE_WITHOUT_ADVANTAGE
+        return proportional and not kl_moves and self.critic is None and algorithm.entropy_coef == 0
+
+    def kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """[T] by the chosen estimator, with the gradient of another one if asked for."""
+        algorithm = self.config.algorithm
+        functions = algorithm.functions
+        value = functions["kl_estimator"](logprobs, ref_logprobs, mask)
+        if "kl_gradient" in functions:
+            value = straight_through(value, functions["kl_gradient"](logprobs, ref_logprobs, mask))
+        return value if algorithm.kl_limit is None else bounded(value, algorithm.kl_limit)
+
+    def adapt_kl_coef(self, measured: float | None, episodes: int) -> None:
+        """The controller's step, once after each rollout; a fixed coefficient stays."""
+        algorithm = self.config.algorithm
+        if algorithm.kl_target is not None and measured is not None:
+            target, horizon = algorithm.kl_target, algorithm.kl_horizon
+            self.kl_coef = adapted_kl_coef(self.kl_coef, measured, target=target, horizon=horizon, episodes=episodes)
 
     @property
     def kl_in_loss(self) -> bool:
@@ -80,6 +105,7 @@ def make_learner(config: RLConfig, optimizer_steps: int, checkpoint: Path | None
         policy=policy,
         optimizer=Optimizer(policy.parameters(), config.optimizer, optimizer_steps),
         ref=Policy.from_config(config.model) if config.algorithm.kl_coef > 0 or config.algorithm.measure_kl else None,
+        kl_coef=config.algorithm.kl_coef,
     )
     if config.critic is not None:
         start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
@@ -87,6 +113,8 @@ def make_learner(config: RLConfig, optimizer_steps: int, checkpoint: Path | None
         learner.critic_optimizer = Optimizer(learner.critic.parameters(), config.critic.optimizer, optimizer_steps)
     if checkpoint is not None:
         _load_optimizers(learner, checkpoint)
+        memory = json.loads((checkpoint / MEMORY_FILE).read_text(encoding="utf-8"))
+        learner.kl_coef, learner.running = memory["kl_coef"], Running(**memory["running"])
     return learner
 
 
@@ -99,6 +127,8 @@ def save_learner(learner: Learner, folder: Path, tokenizer: Any) -> None:
     """The policy in Hugging Face layout in `folder` itself, everything else beside it."""
     learner.policy.save(folder, tokenizer)
     save_file(dict(learner.optimizer.state_tensors()), folder / OPTIMIZER_FILE)
+    memory = {"kl_coef": learner.kl_coef, "running": asdict(learner.running)}
+    (folder / MEMORY_FILE).write_text(json.dumps(memory), encoding="utf-8")
     if learner.critic is not None and learner.critic_optimizer is not None:
         learner.critic.save(folder / CRITIC_FOLDER)
         save_file(dict(learner.critic_optimizer.state_tensors()), folder / CRITIC_OPTIMIZER_FILE)

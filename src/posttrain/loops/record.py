@@ -102,6 +102,20 @@ def record_groups(metrics: Metrics, batch: Batch, trajectories: Sequence[Traject
 def record_credit(metrics: Metrics, batch: Batch, version: int) -> None:
     """What is learnt from: advantages, values, and how old the weights were that sampled. version: of the policy."""
     mask, count = batch.loss_mask, int(batch.loss_mask.sum())
+    written = batch.streams["written"]
+    metrics.record("train/left_out_tokens", int(written.sum()) - count)
+    if "greedy_returns" in batch.streams:
+        unjudged = batch.group_index[batch.streams["greedy_returns"].isnan()]
+        metrics.record("remax/no_baseline", len(set(unjudged.tolist())))
+    if "reward_kl" in batch.streams:
+        kl = batch.streams["reward_kl"][written]
+        metrics.record("ref/kl", float(kl.double().mean()), count=len(kl))
+    if not count:
+        return
+    if "factors" in batch.streams:
+        factors = batch.streams["factors"][mask].double()
+        metrics.record("gap/correction", float(factors.mean()), count=count)
+        metrics.record("gap/correction_max", float(factors.max()))
     assert batch.advantages is not None
     advantages = batch.advantages[mask].double()
     metrics.record("train/advantage_mean", float(advantages.mean()), count=count)
@@ -113,7 +127,11 @@ def record_credit(metrics: Metrics, batch: Batch, version: int) -> None:
         metrics.record("critic/value_mean", float(values[mask].double().mean()), count=count)
 
 
-def record_updates(metrics: Metrics, updates: Sequence[Update], algorithm: AlgorithmConfig) -> None:
+def record_updates(
+    metrics: Metrics, updates: Sequence[Update], algorithm: AlgorithmConfig, kl_coef: float | None = None
+) -> None:
+    """kl_coef: as the controller has it; None = that of the config."""
+    kl_coef = algorithm.kl_coef if kl_coef is None else kl_coef
     reports = [done.report for done in updates if done.report is not None]
     metrics.record("train/skipped_updates", len(updates) - sum(not report.skipped for report in reports))
     for report in reports:
@@ -131,7 +149,7 @@ def record_updates(metrics: Metrics, updates: Sequence[Update], algorithm: Algor
         parts = [part for part in done.parts if bool(part.loss_mask.any())]
         for part in parts:
             _record_part(metrics, part, clip_range(algorithm))
-        _record_kl(metrics, [part for part in parts if "kl" in part.streams], algorithm.kl_coef)
+        _record_kl(metrics, [part for part in parts if "kl" in part.streams], kl_coef)
     if learnt:
         _record_gap(metrics, learnt[0])
 
@@ -179,6 +197,8 @@ def _record_kl(metrics: Metrics, parts: list[Batch], kl_coef: float) -> None:
 
 
 def record_progress(metrics: Metrics, learner: Learner, stream: TaskStream) -> None:
+    if learner.ref is not None and learner.config.algorithm.kl_coef > 0:
+        metrics.record("ref/kl_coef", learner.kl_coef)
     metrics.record("train/policy_version", learner.policy.version)
     metrics.record("train/optimizer_steps", learner.optimizer.steps_done)
     metrics.record("data/consumed", stream.drawn)
@@ -194,6 +214,8 @@ def _record_gap(metrics: Metrics, first: Update) -> None:
         metrics.record("gap/mean", gap["mean_gap"], count=len(logprobs))
         metrics.record("gap/max", gap["max_gap"])
         metrics.record("gap/kl", gap["k3"], count=len(logprobs))
+        metrics.record("gap/k1", gap["k1"], count=len(logprobs))
+        metrics.record("gap/share_far", gap["share_far"], count=len(logprobs))
         metrics.record("gap/effective_sample_size", gap["ess"])
 
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.config import RLConfig, config_yaml, load_config, plan_of
@@ -23,11 +23,13 @@ from posttrain.loops.build import (
     load_parts,
     make_collector,
     make_sampler,
+    training_credit,
     training_params,
 )
-from posttrain.loops.collect import Collector, TooManyInvalid, check_invalid_share, collect, usable
+from posttrain.loops.collect import Collector, TooManyInvalid, check_invalid_share, usable
 from posttrain.loops.credit import assign_credit, kl_of_some
 from posttrain.loops.evaluate import Evaluation, evaluate
+from posttrain.loops.fill import accepted_groups, fill_step, record_filter
 from posttrain.loops.learner import Learner, make_learner, save_learner
 from posttrain.loops.record import record_credit, record_groups, record_progress, record_rollout, record_updates
 from posttrain.loops.update import Update, offending_episodes, update
@@ -40,7 +42,6 @@ from posttrain.runs.rng import rng_state, seed_everything, set_rng_state
 from posttrain.runs.sinks import Sinks
 from posttrain.runs.trajectories import write_trajectories
 from posttrain.sampler.native import NativeSampler
-from posttrain.task import Task
 from posttrain.trajectory import Trajectory
 
 log = logging.getLogger("posttrain")
@@ -162,10 +163,9 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
     learner, batch = run.learner, None
 
     # 1. publish weights and roll out: task -> group of scored trajectories
-    tasks = run.stream.next(run.config.batch.prompts_per_step)
     with timed(metrics, "time/rollout"):
-        trajectories = _roll_out(run, runner, tasks)
-    kept = usable(trajectories)
+        trajectories = _roll_out(run, runner, metrics)
+    kept = accepted_groups(usable(trajectories), run.config.algorithm)
     record_rollout(metrics, trajectories, kept, run.sources)
     _stop_if_broken(run, trajectories)
 
@@ -182,18 +182,22 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
     # 3. update: epochs, mini-batches, micro-batches
     with timed(metrics, "time/update"):
         updates = update(learner, batch, step=run.step + 1)
-    record_updates(metrics, updates, run.config.algorithm)
+    record_updates(metrics, updates, run.config.algorithm, learner.kl_coef)
+    learner.adapt_kl_coef(metrics.reduce().get("ref/kl"), len({t.episode_id for t in kept}))
     record_progress(metrics, learner, run.stream)
     _dump_non_finite(run, updates, kept)
     _keep_trajectories(run, trajectories)
 
 
-def _roll_out(run: Run, runner: asyncio.Runner, tasks: list[Task]) -> list[Trajectory]:
+def _roll_out(run: Run, runner: asyncio.Runner, metrics: Metrics) -> list[Trajectory]:
     """The sampler starts empty: it runs the policy itself, so that dropping what it cached is all the publishing there
     is, and what a resumed run samples cannot depend on what was cached before the kill."""
     run.sampler.reset()
-    group_size = run.config.batch.samples_per_prompt
-    return runner.run(collect(tasks, run.collector, group_size=group_size, step=run.step + 1))
+    batch, algorithm = run.config.batch, run.config.algorithm
+    sizes = {"prompts": batch.prompts_per_step, "group_size": batch.samples_per_prompt}
+    filled = runner.run(fill_step(run.stream.next, run.collector, algorithm, **sizes, step=run.step + 1))
+    record_filter(metrics, filled, algorithm)
+    return filled.trajectories
 
 
 def _stop_if_broken(run: Run, trajectories: list[Trajectory]) -> None:
@@ -275,7 +279,9 @@ def _assemble(
         learner=learner,
         sampler=sampler,
         stream=TaskStream(parts.train, seed=stream_seed, shuffle=config.data.shuffle),
-        collector=make_collector(config, parts, sampler, training_params(config)),
+        collector=replace(
+            make_collector(config, parts, sampler, training_params(config)), credit=training_credit(config)
+        ),
         eval_collector=make_collector(config, parts, sampler, eval_params(config)),
         sinks=Sinks(directory, config.run.sinks, first_step=0 if checkpoint is None else checkpoint.step + 1),
         log_file=directory.log_handler(),

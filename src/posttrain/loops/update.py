@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.algorithms.losses import entropy_bonus
 from posttrain.algorithms.values import value_loss
 from posttrain.loops.credit import mini_batches
 from posttrain.loops.learner import Learner
@@ -59,7 +60,7 @@ def _update_once(learner: Learner, mini: Batch | None, epoch: int, step: int) ->
 
 
 def _micro_batches(learner: Learner, mini: Batch | None) -> list[Batch]:
-    if mini is None or not mini.segment_count:
+    if mini is None or not bool(mini.loss_mask.any()):
         return []
     budget = learner.config.batch.tokens_per_micro_batch
     parts = micro_batches(mini, budget, at_least=learner.parallel_micro_batches)
@@ -77,7 +78,11 @@ def _descend(
 
 
 def _policy_loss(learner: Learner, part: Batch) -> Tensor:
-    """Sum over the micro-batch of (surrogate + kl_coef * KL) * weight; keeps what the metrics need as streams."""
+    """Sum over the micro-batch of (surrogate * off-policy factor - entropy_coef * entropy + kl_coef * KL) * weight.
+
+    Keeps what the metrics need as streams. A sequence, for losses that have a ratio per sequence, is a segment: it is
+    never split, whatever the micro-batches.
+    """
     algorithm = learner.config.algorithm
     assert part.weights is not None
     logprobs, entropy = learner.policy.logprobs_and_entropy(part, learner.temperature)
@@ -86,14 +91,18 @@ def _policy_loss(learner: Learner, part: Batch) -> Tensor:
         part.old_logprobs,
         part.advantages,
         part.loss_mask,
-        part.episode_index,
-        **algorithm.options_of("loss"),
+        part.segment_ids,
+        **algorithm.options_with("loss", part.streams),
     )
+    if "factors" in part.streams:
+        surrogate = surrogate * part.streams["factors"]
     part.streams |= {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "surrogate": surrogate.detach()}
+    if algorithm.entropy_coef > 0:
+        surrogate = entropy_bonus(surrogate, entropy, part.loss_mask, entropy_coef=algorithm.entropy_coef)
     if learner.kl_in_loss:
-        kl = algorithm.functions["kl_estimator"](logprobs, _ref_logprobs(learner, part), part.loss_mask)
+        kl = learner.kl(logprobs, _ref_logprobs(learner, part), part.loss_mask)
         part.streams["kl"] = kl.detach()
-        surrogate = surrogate + algorithm.kl_coef * kl
+        surrogate = surrogate + learner.kl_coef * kl
     return (surrogate * part.weights).sum()
 
 

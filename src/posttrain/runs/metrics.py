@@ -79,10 +79,22 @@ METRICS: dict[str, Metric] = {
     "train/optimizer_steps": Metric("step", "last", "updates since the start of the run"),
     "train/skipped_updates": Metric("step", "sum", "updates left out: gradients not finite, or nothing with signal"),
     "train/trained_tokens": Metric("step", "sum", "policy tokens in the update, per epoch"),
+    "train/left_out_tokens": Metric(
+        "step", "sum", "policy tokens that do not train: cut off, too old, rejected"
+    ),
     "train/policy_version": Metric("step", "last", "optimizer steps behind the weights"),
     # distance to the reference model
     "ref/kl": Metric("token", "mean", "KL of the policy from the reference, by the chosen estimator"),
     "ref/kl_only": Metric("token", "mean", "share of trained tokens without advantage: the KL term alone moves them"),
+    "ref/kl_coef": Metric("step", "last", "weight of the KL, as its controller has left it"),
+    # dynamic sampling
+    "filter/rounds": Metric("step", "sum", "rounds of drawing until the step was full"),
+    "filter/missing": Metric("step", "sum", "groups that the step lacks after the last round"),
+    "filter/accept_rate": Metric("group", "mean", "share of drawn groups with a mean score inside the range"),
+    "filter/too_hard": Metric("group", "mean", "share at or below the range"),
+    "filter/too_easy": Metric("group", "mean", "share at or above the range"),
+    "filter/accept_rate/<length>": Metric("group", "mean", "accepted among the third of groups that is short, .."),
+    "remax/no_baseline": Metric("step", "sum", "groups whose greedy episode could not be judged: they learn nothing"),
     # the critic
     "critic/loss": Metric("step", "mean", "value loss of a mini-batch"),
     "critic/explained_variance": Metric("step", "last", "share of the variance of returns that values explain"),
@@ -93,6 +105,10 @@ METRICS: dict[str, Metric] = {
     "gap/mean": Metric("token", "mean", "|log-prob of the sampler - log-prob of the trainer|, same weights"),
     "gap/max": Metric("step", "max", "largest such difference"),
     "gap/kl": Metric("token", "mean", "KL between the two (k3)"),
+    "gap/k1": Metric("token", "mean", "KL between the two (k1: signed)"),
+    "gap/share_far": Metric("token", "mean", "share of tokens whose probabilities differ by more than a factor of 2"),
+    "gap/correction": Metric("token", "mean", "off-policy factor of the tokens that train"),
+    "gap/correction_max": Metric("step", "max", "the largest such factor"),
     "gap/effective_sample_size": Metric("step", "mean", "of the importance weights, as a share of the tokens"),
     "gap/staleness": Metric("token", "mean", "optimizer steps between sampling and training"),
     # data
