@@ -13,12 +13,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-# heading -> metric and its format. EM is that of the evaluation, measured every few steps.
+# heading -> metric and its format (z: no -0.000). EM is that of the evaluation, measured every few steps.
 COLUMNS = {
     "reward": ("reward/mean", ".3f"),
     "EM": ("eval/reward", ".3f"),
     "searches": ("rollout/searches", ".2f"),
-    "KL": ("ref/kl", ".3f"),
+    "KL": ("ref/kl", "z.3f"),
 }
 ROWS_SHOWN = 12
 
