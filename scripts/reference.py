@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -65,16 +65,25 @@ def comments(model: type[BaseModel]) -> dict[str, str]:
 
 
 def type_text(annotation: Any) -> str:
-    text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
-    text = re.sub(r"Annotated\[(.+?), .*", r"\1", text)
-    text = re.sub(r"\b(?:typing|pathlib|collections\.abc|posttrain(?:\.\w+)*|pydantic(?:\.\w+)*)\.", "", text)
-    return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace("'", "").replace(", ", " or "), text)
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(inside[0]) + bounds(inside[1:])
+    if origin in (Union, UnionType):
+        return " | ".join(map(type_text, inside))
+    if origin is Literal:
+        return " or ".join(map(str, inside))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(type_text, inside))}]"
+    names = {NoneType: "none", Ellipsis: "..."}
+    return names.get(annotation) or getattr(annotation, "__name__", str(annotation))
 
 
-def bounds(field: FieldInfo) -> str:
+def bounds(metadata: Iterable[Any]) -> str:
+    """ ", > 0" and the like, of pydantic's constraints; a FieldInfo inside a type carries its own."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    said = [f"{sign} {getattr(m, key)}" for m in field.metadata for key, sign in signs.items() if hasattr(m, key)]
-    return "".join(f", {one}" for one in said)
+    flat = [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    said = [(sign, getattr(one, key, None)) for one in flat for key, sign in signs.items()]
+    return "".join(f", {sign} {value}" for sign, value in said if value is not None)
 
 
 def default_text(field: FieldInfo) -> str:
@@ -102,7 +111,7 @@ def section(path: str, model: type[BaseModel], told: dict[type[BaseModel], str])
             inner += [(f"{path}.{name}" if path else name, found) for found in models]
             continue
         text = (field.description or said.get(name, "")).replace("|", "\\|")
-        kind = (type_text(field.annotation) + bounds(field)).replace("|", "\\|")
+        kind = (type_text(field.annotation) + bounds(field.metadata)).replace("|", "\\|")
         rows.append(f"| `{name}` | {kind} | {default_text(field)} | {text} |")
     yield f"## {path}\n\n{about}\n" if path else ""
     if rows:

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from posttrain.config import AlgorithmConfig, DataConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,6 +67,19 @@ def test_the_example_trains(tmp_path: Path):
     rows = (tmp_path / "runs" / "guess" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 3
     assert '"rollout/invalid": 0.0' in rows[-1]
+
+
+def test_algorithms_of_the_page_are_configs():
+    rows = re.findall(r"\| `(\{.*?\})`", (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8"))
+    assert len(rows) >= 6
+    for row in rows:
+        AlgorithmConfig.model_validate(yaml.safe_load(row))
+
+
+def test_data_section_of_the_page_is_a_config():
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    for text in re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        DataConfig.model_validate(yaml.safe_load(text)["data"])
 
 
 def test_pages_made_from_the_code_are_up_to_date():

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.config import RLConfig, load_config
-from posttrain.demo.command import demo, process_seconds
+from posttrain.demo.command import demo, process_seconds, show_end
 from posttrain.demo.display import Display, cells_of
 from posttrain.demo.plot import PlotError, plot_run, read_metrics
 from posttrain.demo.train import RECIPE, DemoError, evaluate_again, run_demo
@@ -109,6 +109,9 @@ def test_without_matplotlib_there_is_a_clear_message(small: SimpleNamespace, mon
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PlotError, match=r"pip install 'posttrain\[viewer\]'"):
         plot_run(small.out / "run", small.out / "none.png")
+    screen = StringIO()
+    show_end(small.out, Console(file=screen, width=200))
+    assert "pip install 'posttrain[viewer]'" in screen.getvalue()  # the brackets are no markup
 
 
 def test_a_missing_number_is_a_dash():

@@ -37,17 +37,19 @@ def demo(seed: int, out: Path, overrides: Sequence[str], console: Console) -> di
         console.print(text, soft_wrap=True)
     record = report.as_dict() | {"out": str(out)}
     (out / "report.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    console.print(f"\n{_plot(out)}\nrun: {out / 'run'} (metrics, trajectories, checkpoints)", highlight=False)
+    show_end(out, console)
     return record
 
 
-def _plot(out: Path) -> str:
-    """Where the plot is, or why there is none."""
+def show_end(out: Path, console: Console) -> None:
+    """Draws the curves and says where everything is, or why there is no plot."""
     try:
         plot_run(out / "run", out / "curves.png")
+        plot = f"plot: {out / 'curves.png'}"
     except PlotError as error:
-        return str(error)
-    return f"plot: {out / 'curves.png'}"
+        plot = str(error)
+    run = f"run: {out / 'run'} (metrics, trajectories, checkpoints)"
+    console.print(f"\n{plot}\n{run}", highlight=False, markup=False, soft_wrap=True)
 
 
 def process_seconds() -> float:
