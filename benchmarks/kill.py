@@ -2,8 +2,8 @@
 
     python benchmarks/kill.py --kills 200
 
-Half of the kills hit a GRPO run, half a PPO run with a critic, at random times; then one run of each is killed at every
-kind of moment of `tests/invariants/killing.py` that there is. Ends with a table (or `--json`); exit status 1 when any run
+Half of the kills hit GRPO runs, half PPO runs with a critic, at random times; then one run of each is killed at every
+kind of moment that `tests/invariants/killing.py` knows. Ends with a table (or `--json`); exit status 1 when any run
 ended differently.
 """
 
@@ -76,8 +76,7 @@ def main() -> None:
             print(
                 f"{one['config']}: {one['kills']} kills in {one['runs']} runs, different: {one['different'] or 'none'}"
             )
-            for moment, count in one["moments"].items():  # type: ignore[attr-defined]
-                print(f"  {count:4d}  {moment}")
+            print(json.dumps(one["moments"], indent=2))
         print(f"{seconds:.0f} s")
     sys.exit(any(one["different"] for one in reports))
 

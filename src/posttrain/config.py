@@ -275,7 +275,7 @@ def _check_critic(config: RLConfig) -> None:
 def _check_data(config: RLConfig) -> None:
     if not config.data.train:
         raise key_error("data", "data.train names no files; there is nothing to train on")
-    if "eval" in config.model_fields_set and not config.data.eval:
+    if config.eval != EvalConfig() and not config.data.eval:
         raise key_error("eval", "there is nothing to evaluate on: set data.eval, or remove this section")
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.config import RLConfig, config_yaml, load_config, plan_of
-from posttrain.data import TaskStream
+from posttrain.data import DataError, TaskStream
 from posttrain.loops.build import (
     Parts,
     check_search,
@@ -255,7 +255,11 @@ def checkpoint(run: Run) -> None:
 
 
 def _restore(run: Run, state: dict) -> None:
-    for line in run.stream.load_state_dict(state["stream"], changed=run.config.data.changed):
+    try:
+        changes = run.stream.load_state_dict(state["stream"], changed=run.config.data.changed)
+    except DataError as error:
+        raise DataError(f"{error} (in {run.directory.config_file})") from None
+    for line in changes:
         log.warning("resuming over changed data: %s", line)
     run.step = state["step"]
     run.learner.policy.version = state["policy_version"]

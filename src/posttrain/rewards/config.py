@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from posttrain.location import did_you_mean
 from posttrain.rewards import REWARDS
@@ -47,6 +56,12 @@ class RewardConfig(BaseModel):
             if ":" not in name and name not in REWARDS:
                 raise ValueError(_unknown(name))
         return self
+
+    @model_serializer(mode="wrap")
+    def _saved(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what a mixture does not read, so that it loads again."""
+        unused = ("name", "options") if self.parts else ()
+        return {key: value for key, value in plain(self).items() if key not in unused}
 
     def _functions(self) -> list[str]:
         return [part.name for part in self.parts.values()] if self.parts else [self.name]
