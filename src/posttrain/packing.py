@@ -118,6 +118,45 @@ def select(batch: Batch, segments: Sequence[int]) -> Batch:
     return replace(taken, segment_ids=renumbered.to(index.device))
 
 
+SHARE_AT_LEAST = 8  # tokens: a shorter common prefix costs more to keep apart than to compute again
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Segments of one group and how many first tokens all of them share; 0 where it is not worth sharing."""
+
+    segments: tuple[int, ...]
+    prefix: int
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """Computed when the prefix is computed once."""
+        return sum(lengths[s] for s in self.segments) - (len(self.segments) - 1) * self.prefix
+
+
+def families_of(batch: Batch) -> list[Family]:
+    """The segments by group, groups in order of appearance, with their common prefixes."""
+    members: dict[int, list[int]] = {}
+    for segment, group in enumerate(batch.of_segment(batch.group_index)):
+        members.setdefault(group, []).append(segment)
+    starts = _starts(batch.lengths)
+    ids = batch.token_ids.cpu()
+    return [
+        Family(tuple(group), _common_prefix(ids, [(starts[s], batch.lengths[s]) for s in group]))
+        for group in members.values()
+    ]
+
+
+def _common_prefix(ids: Tensor, spans: Sequence[tuple[int, int]]) -> int:
+    """How many first tokens the given (start, length) spans of `ids` share; 0 if fewer than SHARE_AT_LEAST."""
+    shortest = min(length for _, length in spans)
+    if len(spans) < 2 or shortest < SHARE_AT_LEAST:
+        return 0
+    heads = torch.stack([ids[start : start + shortest] for start, _ in spans])
+    same = (heads == heads[0]).all(0)
+    shared = int(same.cumprod(0).sum())
+    return shared if shared >= SHARE_AT_LEAST else 0
+
+
 def bins_of(lengths: Sequence[int], budget: int, *, at_least: int = 1) -> list[list[int]]:
     """Indices of `lengths` by bin: each bin's sum <= budget, at least `at_least` bins if there are so many lengths.
 
@@ -139,8 +178,27 @@ def bins_of(lengths: Sequence[int], budget: int, *, at_least: int = 1) -> list[l
 
 
 def micro_batches(batch: Batch, tokens_per_micro_batch: int, *, at_least: int = 1) -> list[Batch]:
-    """The batch split into whole segments along `bins_of`; memory and speed only, no result depends on it."""
-    return [select(batch, bin_) for bin_ in bins_of(batch.lengths, tokens_per_micro_batch, at_least=at_least)]
+    """The batch split along `segment_bins`; memory and speed only, no result depends on it."""
+    return [select(batch, bin_) for bin_ in segment_bins(batch, tokens_per_micro_batch, at_least=at_least)]
+
+
+def segment_bins(batch: Batch, budget: int, *, at_least: int = 1) -> list[list[int]]:
+    """Whole segments by bin, along `bins_of`. A group stays together, so that its prefix is computed once; it is
+    divided only when it exceeds the budget, or when there are fewer groups than `at_least`."""
+    families = families_of(batch)
+    units: list[list[int]] = []
+    for family in families:
+        segments, size = list(family.segments), sum(batch.lengths[s] for s in family.segments)
+        pieces = max(-(-size // budget), -(-at_least // len(families)))
+        if family.prefix and pieces == 1:
+            units.append(segments)
+        elif family.prefix and max(batch.lengths[s] for s in segments) <= budget:
+            sizes = [batch.lengths[s] for s in segments]
+            units += [[segments[i] for i in bin_] for bin_ in bins_of(sizes, budget, at_least=pieces)]
+        else:
+            units += [[s] for s in segments]
+    sizes = [sum(batch.lengths[s] for s in unit) for unit in units]
+    return [sorted(s for u in bin_ for s in units[u]) for bin_ in bins_of(sizes, budget, at_least=at_least)]
 
 
 def _even_bins(lengths: Sequence[int], count: int) -> list[list[int]]:

@@ -26,6 +26,7 @@ from posttrain.trainer.loading import (
     pick_device,
     pick_dtype,
 )
+from posttrain.trainer.prefix import SharedPrefixAttention, shared_layout, use_shared
 
 
 class Policy:
@@ -129,9 +130,10 @@ class Policy:
         batch = batch.to(self.device)
         rows, hidden = packed_hidden_states(self, batch)
         written = batch.loss_mask.nonzero()[:, 0]
+        before = rows[written - 1]  # token t is predicted from its predecessor, which is of the same segment
         head = head_of(self.module)
         logprobs, entropy = fused_logprobs(
-            hidden[rows[written - 1]],  # token t is predicted from its predecessor, which is of the same segment
+            hidden.index_select(0, before),
             head.weight,
             head.bias,
             batch.token_ids[written],
@@ -145,11 +147,14 @@ class Policy:
 
 
 def packed_hidden_states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """([T] row of each token, [R, K] hidden states by row) of a policy or critic."""
-    if use_varlen(model.device, model.dtype, model.module):
+    """([T] row of each token, [R, K] hidden states by row) of a policy or critic; tokens may share a row."""
+    layout = shared_layout(batch, model.device) if use_shared(model.device, model.dtype, model.module) else None
+    if layout is not None:
+        context: AttentionContext = SharedPrefixAttention.of(layout)
+    elif use_varlen(model.device, model.dtype, model.module):
         layout = layout_of(batch.lengths, model.device, pad=False)
         ends = torch.tensor([0, *batch.lengths], device=model.device).cumsum(0).to(torch.int32)
-        context: AttentionContext = VarlenAttention(batch.lengths, ends)
+        context = VarlenAttention(batch.lengths, ends)
     else:
         layout = layout_of(batch.lengths, model.device)
         context = PackedAttention(layout)
