@@ -208,8 +208,8 @@ def _train(run: Any, as_json: bool) -> None:
 
 
 def _way_on(run: Any) -> str:
-    path = run.directory.path
-    return f"{run.step} of {run.config.run.steps} steps are done; go on from the latest checkpoint: posttrain resume {path}"
+    done = f"{run.step} of {run.config.run.steps} steps are done"
+    return f"{done}; go on from the latest checkpoint: posttrain resume {run.directory.path}"
 
 
 def _rl_config(path: Path, overrides: list[str] | None, *, smoke: bool = False) -> Any:
