@@ -219,7 +219,15 @@ class RLConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for check in (_check_group, _check_critic, _check_data, _check_env, _check_best, _check_memory):
+        for check in (
+            _check_group,
+            _check_pass_at_k,
+            _check_critic,
+            _check_data,
+            _check_env,
+            _check_best,
+            _check_memory,
+        ):
             check(self)
         return self
 
@@ -258,6 +266,18 @@ def _check_group(config: RLConfig) -> None:
             "batch.samples_per_prompt",
             f"{estimator} compares the episodes of one prompt with each other and learns nothing from {size}; "
             "use at least 2, or an advantage that needs no group (gae, reinforce, remax)",
+        )
+
+
+def _check_pass_at_k(config: RLConfig) -> None:
+    if config.algorithm.advantage != "pass_at_k":
+        return
+    k, size = config.algorithm.options.get("k", 4), config.batch.samples_per_prompt
+    if k >= size > 1:
+        raise key_error(
+            "batch.samples_per_prompt",
+            f"{size}, but pass_at_k needs groups of more than k = {k}: of subsets of all there is only one; "
+            "raise it, or lower algorithm.options.k",
         )
 
 

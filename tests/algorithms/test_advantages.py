@@ -182,9 +182,9 @@ def test_p88_the_raw_return_of_a_singleton_is_an_option(estimator):
 
 
 def test_opo_weighs_the_baseline_by_length():
-    batch = packed([[1], [0, 0], [0, 4]], masks=[[1], [1, 1], [0, 1]])
-    # lengths 1, 2, 1: baseline (1 * 1 + 2 * 0 + 1 * 4) / 4 = 1.25
-    close(opo(*batch.args), [-0.25, -1.25, -1.25, 0, 2.75], 1e-6)
+    batch = packed([[1], [2, 0], [0, 4]], masks=[[1], [1, 1], [0, 1]])
+    # lengths 1, 2, 1: baseline (1 * 1 + 2 * 2 + 1 * 4) / 4 = 2.25
+    close(opo(*batch.args), [-1.25, -0.25, -0.25, 0, 1.75], 1e-6)
 
 
 def test_opo_of_a_group_in_which_nobody_wrote():
@@ -203,6 +203,8 @@ def test_gpg_of_a_batch_without_any_signal_is_zero():
     batch = one_token_each([0, 0, 0])
     assert torch.equal(gpg(*batch.args), torch.zeros(3))
     assert torch.equal(gpg(*batch.args, alpha="nonzero_rewards"), torch.zeros(3))
+    two = one_token_each([1, 0, 0, 0, 1], groups=[0, 0, 0, 0, 1])
+    close(gpg(*two.args, alpha="nonzero_rewards"), [1.875, -0.625, -0.625, -0.625, 0], 1e-6)  # alpha = 5 / 2
     with pytest.raises(ValueError, match="nonzero_rewards"):
         gpg(*batch.args, alpha="all")
 
@@ -214,6 +216,11 @@ def test_reinforce_pp_baseline_divides_by_the_std_of_the_batch():
     close(reinforce_pp_baseline(*batch.args), [0.4 / root, 0.4 / root, -0.6 / root, 0, 0], 1e-6)
     shifted = reinforce_pp_baseline(*batch.args, shift_silent=True)
     close(shifted, [0.4 / root, 0.4 / root, -0.6 / root, -0.1 / root, -0.1 / root], 1e-6)
+
+
+def test_reinforce_pp_baseline_of_a_singleton_is_zero():
+    batch = packed([[9], [0, 1], [0]], groups=[0, 1, 1])  # centred 0 .5 .5 -.5: mean 1/8
+    assert reinforce_pp_baseline(*batch.args)[0] == 0
 
 
 def test_reinforce_pp_baseline_with_raw_singletons():
@@ -264,7 +271,7 @@ def test_pass_at_one_is_grpo_with_the_population_std():
 def test_pass_at_k_is_silent_where_every_subset_passes_or_none():
     assert torch.equal(pass_at_k(*one_token_each([1, 0, 1, 1]).args, k=2), torch.zeros(4))
     assert torch.equal(pass_at_k(*one_token_each([0, 0, 0]).args, k=2), torch.zeros(3))
-    assert torch.equal(pass_at_k(*one_token_each([0, 1]).args, k=9), torch.zeros(2))  # k is at most the group's size
+    assert torch.equal(pass_at_k(*one_token_each([0, 1]).args, k=9), torch.zeros(2))  # no group of more than k
     with pytest.raises(ValueError, match="at least 1"):
         pass_at_k(*one_token_each([0, 1]).args, k=0)
 

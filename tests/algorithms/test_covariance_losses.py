@@ -11,13 +11,13 @@ from .layout import close, surrogate
 
 NAN = float("nan")
 OLD = torch.tensor([-1.0, -2.0, -3.0, -6.0, NAN])
-ADVANTAGES = torch.tensor([2.0, 1.0, -1.0, -2.0, NAN])
+ADVANTAGES = torch.tensor([3.0, 2.0, 0.0, -1.0, NAN])
 MASK = torch.tensor([True, True, True, True, False])
 INDEX = torch.zeros(5, dtype=torch.long)
 
 
 def test_covariance_by_hand():
-    # means -3 and 0: (2 * 2), (1 * 1), (0 * -1), (-3 * -2)
+    # means -3 and 1: (2 * 2), (1 * 1), (0 * -1), (-3 * -2)
     close(covariance(OLD, ADVANTAGES, MASK), [4, 1, 0, 6, 0])
     assert torch.equal(covariance(OLD, ADVANTAGES, torch.zeros(5, dtype=torch.bool)), torch.zeros(5))
 
@@ -75,8 +75,8 @@ def test_without_a_choice_the_loss_chooses_by_itself(fn):
     loss = fn(logprobs, OLD, ADVANTAGES, MASK, INDEX, **options)
     loss.sum().backward()
     ratio = torch.tensor(0.1).exp().item()
-    held = [0, 0] if fn is clip_cov else [-2 * ratio + 1, 2 * ratio + 1]
-    close(logprobs.grad, [held[0], -ratio, ratio, held[1], 0])
+    held = [0, 0] if fn is clip_cov else [-3 * ratio + 1, ratio + 1]
+    close(logprobs.grad, [held[0], -2 * ratio, 0, held[1], 0])
 
 
 def test_a_chosen_token_off_the_mask_changes_nothing():

@@ -55,12 +55,12 @@ def test_stop_properly_multiplies_or_replaces_the_reward_of_the_cut_episodes():
 
 
 def test_overlong_grows_along_the_buffer_in_policy_tokens():
-    lengths = [6, 7, 8, 10, 12]
+    lengths = [4, 6, 7, 8, 10, 12]
     batch = packed([[1.0] + [0.0] * n for n in lengths], masks=[[0] + [1] * n for n in lengths])
     change = overlong(episodes_of(batch), batch.mask, max_length=10, buffer=4)
-    close(change.shift, [0, -0.25, -0.5, -1, -1])
-    assert change.scale.tolist() == [1] * 5
-    close(overlong(episodes_of(batch), batch.mask, max_length=10, buffer=4, factor=2.0).shift, [0, -0.5, -1, -2, -2])
+    close(change.shift, [0, 0, -0.25, -0.5, -1, -1])
+    assert change.scale.tolist() == [1] * 6
+    close(overlong(episodes_of(batch), batch.mask, max_length=10, buffer=4, factor=2.0).shift, [0, 0, -0.5, -1, -2, -2])
     for wrong in (0, 11):
         with pytest.raises(ValueError, match="0 < buffer <= max_length"):
             overlong(episodes_of(batch), batch.mask, max_length=10, buffer=wrong)

@@ -56,6 +56,8 @@ def test_mt_grpo_adds_outcome_and_own_reward_of_the_turn():
     close(mt_grpo(*batch.args, outcome_rewards=outcome, std="none"), [-0.5, 0, -1, -1, 0.5, 0, 1, 0], 1e-6)
     half = 0.5**0.5
     close(mt_grpo(*batch.args, outcome_rewards=outcome, eps=0.0), [0, 0, -half, -half, 0, 0, half, 0], 1e-6)
+    later = packed([[0, 0, 3], [0, 0, 1]], masks=[[1, 0, 1]] * 2)  # the second turns' own: the first ones saw none
+    close(mt_grpo(*later.args, outcome_rewards=torch.zeros(6), std="none"), [0, 0, 1, 0, 0, -1], 1e-6)
     with pytest.raises(ValueError, match="turn_reward_coef"):
         mt_grpo(*batch.args)
 

@@ -230,14 +230,14 @@ def pass_at_k(
 
     Chen et al. 2025, Pass@k Training (arXiv 2508.10751), the analytic form: f of the n episodes fail, R is the mean
     over all subsets of k and s = sqrt(R (1 - R)) its std. An episode passes with a return above `pass_above`. Groups
-    where R is 0 or 1 get exactly 0: none passes, or fewer than k fail. k is at most the size of the group.
+    where R is 0 or 1 get exactly 0: none passes, or fewer than k fail; so does a group of no more than k.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     episodes = episode_returns(rewards, episode_index, group_index)
     passed = episodes.returns > pass_above
     size, failed = sizes(episodes), sum_by_group((~passed).double(), episodes)
-    chosen = size.clamp(max=float(k))
+    chosen = torch.full_like(size, float(k))
     none_passes = _subset_share(failed, size, chosen)
     others_fail = _subset_share((failed - 1).clamp(min=0), (size - 1).clamp(min=0), chosen - 1)
     silent = (none_passes <= 0) | (failed == size)
