@@ -44,12 +44,19 @@ SMALL = (
     "checkpoint.keep_best=eval/reward",
     f"reward={{name: '{Path(__file__).resolve()}:noise', isolate: false}}",
 )
-GRPO = (*SMALL, "eval.temperature=0.7", "batch.epochs=2")
+GRPO = (
+    *SMALL,
+    "eval.temperature=0.7",
+    "batch.epochs=2",
+    "algorithm.dynamic_sampling={low: 0.45, high: 0.8, max_rounds: 3}",  # so that steps ask different numbers of tasks
+)
 PPO = (
     *SMALL,
     "batch.cpu_workers=1",
     "algorithm={advantage: gae, std: null, length: null, aggregate: token_mean, kl_coef: 0.01, kl_in: reward}",
     "algorithm.kl_estimator=k1",
+    "algorithm.kl_target=0.001",
+    "algorithm.shaping={normalise: running}",
     "algorithm.lam=0.95",
     "critic={optimizer: {lr: 1.0e-4}, warmup_steps: 1}",
 )
@@ -111,7 +118,8 @@ AT_EVERY_KIND = (
     Moment(point="draft lacks its manifest"),
     Moment(point="draft is about to be renamed"),
     Moment(point="renamed, not pruned"),
-    Moment(point="in a rollout", count=9),  # of 8 episodes per step: the second step after the checkpoint
+    Moment(point="in a rollout", count=3),
+    Moment(point="trajectories are about to appear", count=2),  # there is a row behind the checkpoint
     Moment(point="metrics are rewound"),
     Moment(point="in an evaluation", count=2),
     Moment(point="a checkpoint is about to be pruned"),

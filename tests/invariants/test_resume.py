@@ -101,7 +101,8 @@ def test_the_comparison_is_of_something(whole: dict[str, tuple[Path, Remains, fl
     folder, grpo, _ = whole["grpo"]
     rows = [json.loads(line) for line in grpo.metrics.splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    assert rows[-1]["train/policy_version"] == rows[-1]["train/optimizer_steps"] == 4 * STEPS
+    assert rows[-1]["train/optimizer_steps"] == 4 * STEPS >= rows[-1]["train/policy_version"] > 2 * STEPS
+    assert len({row["filter/rounds"] for row in rows[1:]}) > 1
     assert len({tuple(ids) for ids in consumed(folder)}) == STEPS
     assert {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} <= grpo.checkpoint.keys()
     ppo = whole["ppo"][1]
@@ -125,5 +126,5 @@ def test_p118_p120_the_latest_checkpoint_and_its_version_are_restored(whole: dic
     """What was sampled after a resume carries the version that the weights really have."""
     rows = whole["ppo"][1].trajectories
     by_step = {row["step"]: set(row["policy_versions"]) - {-1} for row in rows}
-    assert by_step == {1: {0}, **{step: {2 * (step - 2)} for step in range(2, STEPS + 1)}}  # step 1: critic only
+    assert by_step == {1: {0}, **{step: {4 * (step - 2)} for step in range(2, STEPS + 1)}}  # step 1: critic only
     assert PPO[-1].endswith("warmup_steps: 1}")
