@@ -140,6 +140,12 @@ def test_seconds_count_from_the_start_of_the_process():
     assert process_seconds() > 0
 
 
+def test_seconds_leave_out_the_installation():
+    """With `exec` the demo would be the process that installed everything."""
+    script = Path(__file__).resolve().parents[2] / "scripts" / "demo"
+    assert "exec " not in script.read_text(encoding="utf-8")
+
+
 def test_the_recipe_is_the_packages_own_file():
     """One text, so that an installed package runs what the recipe says."""
     recipe = Path(__file__).resolve().parents[2] / "recipes" / "tiny_search.yaml"
