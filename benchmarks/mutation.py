@@ -1,17 +1,17 @@
 """Plants faults in `posttrain.algorithms` and checks that its tests catch every one: `python benchmarks/mutation.py`.
 
-A fault replaces one piece of source text. For each, a forked process imports the changed module from memory (no file is
-written) and runs tests/algorithms until the first failure, the module's own test file first. A fault that survives is a
-gap in the tests, or a fault that changes nothing: then take it off the list.
+A fault replaces one piece of source text. The tests are collected once; for each fault a forked process puts the code
+of the changed source into the functions that were imported (no file is written) and runs tests/algorithms until the
+first failure, the module's own test file first. A fault that survives is a gap in the tests, or a fault that changes nothing:
+then take it off the list.
 """
 
+# ruff: noqa: E501 -- a fault is one line
 from __future__ import annotations
 
 import argparse
 import contextlib
 import gc
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import signal
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import hypothesis.strategies  # noqa: F401 -- imported once here, not in every child
 import pytest
@@ -34,6 +34,7 @@ TESTS = ROOT / "tests" / "algorithms"
 PACKAGE = "posttrain.algorithms"
 SECONDS = 120  # a mutant that runs longer than this is caught: it hangs
 OWN_TESTS = {"groups": "advantages", "filtering": "shaping"}  # the others have a test file of their own name
+NOT_OF_THE_MATHS = ("test_mutations.py", "test_trl.py", "test_tables.py", "test_learning.py", "test_docs.py")
 CAUGHT, SURVIVED, HUNG, UNUSABLE = "caught", "survived", "hung", "unusable"
 
 
@@ -344,28 +345,6 @@ FAULTS = (
 )  # fmt: skip
 
 
-class MutantFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from changed source text."""
-
-    def __init__(self, fault: Fault) -> None:
-        self.name = f"{PACKAGE}.{fault.module}"
-        self.path = SOURCE / f"{fault.module}.py"
-        self.source = mutated(fault)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, origin=str(self.path))
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self.source, str(self.path), "exec"), vars(module))
-
-
 def mutated(fault: Fault) -> str:
     """The changed source. Raises ValueError when `old` does not stand there exactly once."""
     source = (SOURCE / f"{fault.module}.py").read_text()
@@ -374,52 +353,110 @@ def mutated(fault: Fault) -> str:
     return source.replace(fault.old, fault.new)
 
 
-def start(fault: Fault) -> int:
-    """Forks a process that runs the tests with the fault planted. Returns its id."""
-    child = os.fork()
-    if child:
-        return child
-    try:
+def plant(fault: Fault) -> None:
+    """Puts the changed code into the functions of the imported module, wherever they are known by now."""
+    real = sys.modules[f"{PACKAGE}.{fault.module}"]
+    changed = ModuleType(real.__name__)
+    changed.__file__ = real.__file__
+    sys.modules[real.__name__] = changed  # dataclasses look their module up
+    exec(compile(mutated(fault), str(real.__file__), "exec"), vars(changed))
+    sys.modules[real.__name__] = real
+    for name, new in vars(changed).items():
+        old = vars(real).get(name)
+        if isinstance(new, FunctionType) and isinstance(old, FunctionType):
+            if new.__module__ == real.__name__:
+                change_function(old, new)
+        elif isinstance(new, type) and isinstance(old, type) and new.__module__ == real.__name__:
+            change_class(old, new)
+        elif isinstance(new, float) and new != old:
+            change_constant(name, old, new)
+
+
+def change_function(old: FunctionType, new: FunctionType) -> None:
+    old.__code__, old.__defaults__, old.__kwdefaults__ = new.__code__, new.__defaults__, new.__kwdefaults__
+
+
+def change_class(old: type, new: type) -> None:
+    for name, member in vars(new).items():
+        own = vars(old).get(name)
+        for found, wanted in ((own, member), (getattr(own, "fget", None), getattr(member, "fget", None))):
+            if not isinstance(found, FunctionType) or not isinstance(wanted, FunctionType):
+                continue
+            if found.__code__.co_filename == wanted.__code__.co_filename:
+                change_function(found, wanted)
+
+
+def change_constant(name: str, old: object, new: float) -> None:
+    """Also where other modules have imported it, or have it as the default of a keyword."""
+    for module in [m for key, m in sys.modules.items() if key.startswith(PACKAGE)]:
+        if name in vars(module):
+            setattr(module, name, new)
+        for function in [f for f in vars(module).values() if isinstance(f, FunctionType)]:
+            defaults = function.__kwdefaults__ or {}
+            for key in [key for key, value in defaults.items() if value is old]:
+                defaults[key] = new
+
+
+class Planter:
+    """A pytest plugin: collects once, then runs the collected tests in one forked process per fault."""
+
+    def __init__(self, faults: Sequence[Fault], jobs: int) -> None:
+        self.faults, self.jobs = faults, jobs
+        self.verdicts: dict[Fault, str] = {}
+        self.sound = False
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        gc.freeze()  # the garbage collector of the children leaves alone what was imported here
+        _, status = os.waitpid(self.start(session, NO_FAULT), 0)
+        self.sound = verdict(status) == SURVIVED
+        waiting, running = list(self.faults) if self.sound else [], dict[int, Fault]()
+        while waiting or running:
+            while waiting and len(running) < self.jobs:
+                fault = waiting.pop(0)
+                running[self.start(session, fault)] = fault
+            child, status = os.wait()
+            fault = running.pop(child)
+            self.verdicts[fault] = verdict(status)
+            if self.verdicts[fault] != CAUGHT:
+                print(f"{self.verdicts[fault]}: {fault}", file=sys.__stderr__, flush=True)
+        return True
+
+    def start(self, session: pytest.Session, fault: Fault) -> int:
+        """Forks a process that runs the tests, the module's own first, until one fails. Returns its id."""
+        child = os.fork()
+        if child:
+            return child
         signal.alarm(SECONDS)
-        os._exit(run_tests(fault))
-    except BaseException as error:
-        print(f"{fault}: {error!r}", file=sys.stderr)
-        os._exit(99)
+        try:
+            plant(fault)
+            os._exit(self.run_tests(session, fault))
+        except BaseException:
+            os._exit(99)
 
-
-def run_tests(fault: Fault) -> int:
-    """The exit code of pytest; 0 when no test fails."""
-    sys.meta_path.insert(0, MutantFinder(fault))
-    own = TESTS / f"test_{OWN_TESTS.get(fault.module, fault.module)}.py"
-    others = [path for path in sorted(TESTS.glob("test_*.py")) if path.name not in (own.name, "test_mutations.py")]
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        for files in ([own] if own.is_file() else [], others):
-            arguments = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *map(str, files)]
-            code = int(pytest.main(arguments)) if files else 0
-            if code:
-                return code
-    return 0
+    def run_tests(self, session: pytest.Session, fault: Fault) -> int:
+        own = f"test_{OWN_TESTS.get(fault.module, fault.module)}.py"
+        items = sorted(session.items, key=lambda item: item.path.name != own)
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.testsfailed:
+                return 1
+        return 0
 
 
 def verdict(status: int) -> str:
     if os.WIFSIGNALED(status):
         return HUNG if os.WTERMSIG(status) == signal.SIGALRM else UNUSABLE
-    return {0: SURVIVED, 1: CAUGHT, 2: CAUGHT}.get(os.WEXITSTATUS(status), UNUSABLE)  # 2: a test file failed to import
+    return {0: SURVIVED, 1: CAUGHT}.get(os.WEXITSTATUS(status), UNUSABLE)
 
 
-def check(faults: Sequence[Fault], jobs: int) -> dict[Fault, str]:
-    """The verdict on every fault, `jobs` at a time."""
-    waiting, running, verdicts = list(faults), dict[int, Fault](), dict[Fault, str]()
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            fault = waiting.pop(0)
-            running[start(fault)] = fault
-        child, status = os.wait()
-        fault = running.pop(child)
-        verdicts[fault] = verdict(status)
-        if verdicts[fault] != CAUGHT:
-            print(f"{verdicts[fault]}: {fault}", file=sys.stderr, flush=True)
-    return verdicts
+def check(faults: Sequence[Fault], jobs: int) -> dict[Fault, str] | None:
+    """The verdict on every fault, `jobs` at a time; None when a test fails without any fault."""
+    planter = Planter(faults, jobs)
+    files = [str(path) for path in sorted(TESTS.glob("test_*.py")) if path.name not in NOT_OF_THE_MATHS]
+    arguments = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:warnings", f"--rootdir={ROOT}", *files]
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        pytest.main(arguments, plugins=[planter])
+    return planter.verdicts if planter.sound else None
 
 
 def main() -> int:
@@ -435,12 +472,10 @@ def main() -> int:
         mutated(fault)
     began = time.monotonic()
     torch.testing.assert_close(torch.ones(1), torch.ones(1))  # imports much when first called: once here
-    gc.freeze()  # pytest collects garbage at its end: not among all that was imported here
-    _, status = os.waitpid(start(NO_FAULT), 0)
-    if verdict(status) != SURVIVED:
+    verdicts = check(faults, options.jobs)
+    if verdicts is None:
         print("the tests fail without any fault: mend them first", file=sys.stderr)
         return 2
-    verdicts = check(faults, options.jobs)
     missed = [str(fault) for fault, found in verdicts.items() if found not in (CAUGHT, HUNG)]
     result = {"planted": len(faults), "caught": len(faults) - len(missed), "missed": missed}
     result["seconds"] = round(time.monotonic() - began, 1)

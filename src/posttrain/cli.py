@@ -190,6 +190,15 @@ def _questions() -> Iterator[str]:
             yield line.strip()
 
 
+@app.command()
+def algorithms(as_json: AsJson = False) -> None:
+    """List every advantage, loss, aggregate, KL estimator and correction with its equation and its source."""
+    from posttrain.runs.catalogue import as_text, rows
+
+    found = rows()
+    _show(as_json, {"algorithms": [row.as_dict() for row in found]}, as_text(found))
+
+
 def _train(run: Any, as_json: bool) -> None:
     from posttrain.loops import rl as loop
 
