@@ -1,0 +1,90 @@
+"""The work that every contender does: sizes, prompts, forced lengths, tool answers. Standard library only, because
+peers import it in environments of their own.
+
+Everything random is a function of (round, sample, turn), so that two contenders do the same work in the same round.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+VOCABULARY = 2048
+WORDS = tuple(f"w{i}" for i in range(3, VOCABULARY))  # ids 0..2 are pad, bos, eos
+PAD, BOS, EOS = 0, 1, 2
+
+TINY = {  # Qwen3, 3.7 million parameters
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """`prompts` x `samples` episodes of one step. A turn writes a number of tokens drawn from `turn_tokens`; after
+    every turn but the last a tool answers `observation_tokens` after a time drawn from `latency_seconds`."""
+
+    name: str
+    prompt_tokens: int
+    turn_tokens: tuple[int, int]
+    prompts: int = 8
+    samples: int = 8
+    tool_turns: int = 0
+    observation_tokens: int = 0
+    latency_seconds: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def episodes(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def turns(self) -> int:
+        return self.tool_turns + 1
+
+    @property
+    def most_tokens(self) -> int:
+        """Of an episode, behind its prompt."""
+        return self.turns * self.turn_tokens[1] + self.tool_turns * self.observation_tokens
+
+    def prompt(self, round_: int, place: int) -> str:
+        return _text(random.Random(f"prompt/{round_}/{place}"), self.prompt_tokens)
+
+    def length(self, round_: int, episode: int, turn: int) -> int:
+        return random.Random(f"length/{round_}/{episode}/{turn}").randint(*self.turn_tokens)
+
+    def observation(self, round_: int, episode: int, turn: int) -> str:
+        return _text(random.Random(f"observation/{round_}/{episode}/{turn}"), self.observation_tokens)
+
+    def latency(self, round_: int, episode: int, turn: int) -> float:
+        return random.Random(f"latency/{round_}/{episode}/{turn}").uniform(*self.latency_seconds)
+
+
+def _text(rng: random.Random, tokens: int) -> str:
+    return " ".join(rng.choices(WORDS, k=tokens))
+
+
+WORKS = {
+    work.name: work
+    for work in (
+        Work(name="64+64", prompt_tokens=64, turn_tokens=(64, 64)),
+        Work(name="256+128", prompt_tokens=256, turn_tokens=(128, 128)),
+        Work(
+            name="multi_turn",
+            prompt_tokens=64,
+            turn_tokens=(16, 64),
+            tool_turns=3,
+            observation_tokens=200,
+            latency_seconds=(0.05, 0.5),
+        ),
+    )
+}
