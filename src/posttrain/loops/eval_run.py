@@ -136,7 +136,7 @@ def report(run: EvalRun) -> Group:
     """The table by source, the parts of the reward, and what the numbers mean."""
     evaluation, settings = run.evaluation, run.target.config.eval
     total, sources = evaluation.total, evaluation.sources
-    lines: list[Table | Text] = [_table([*sources, total] if len(sources) > 1 else [total], evaluation)]
+    lines: list[Table | Text] = [_table([*sources, total] if len(sources) > 1 else sources, evaluation)]
     if total.invalid:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in total.invalid.items())
         lines.append(Text(f"invalid, and in no mean: {reasons}", style="red"))
