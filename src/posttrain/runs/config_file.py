@@ -176,7 +176,8 @@ def _apply(config: Any, override: str, source: _Source) -> None:
     source.places[path] = f"override {override!r}"
     try:
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
-        OmegaConf.update(config, key.strip(), value, merge=True)
+        old = OmegaConf.select(config, key.strip(), throw_on_resolution_failure=False)
+        OmegaConf.update(config, key.strip(), value, merge=OmegaConf.is_dict(old) and OmegaConf.is_dict(value))
     except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError, IndexError) as error:
         raise source.error(path, f"cannot be applied: {_first_line(error)}") from error
 
