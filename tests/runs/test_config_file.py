@@ -189,6 +189,15 @@ def test_lists_in_overrides_replace(load):
     assert load("parts: [{weight: 2}, {weight: 3}]\n", "parts=[{path: q}]").parts == (Part(path="q"),)
 
 
+def test_a_value_of_another_shape_replaces_what_stood_there(load):
+    text = "options: {a: [{b: 1}], c: {d: 2}, e: 3}"
+    config = load(text, "options.a={b: 2}", "options.c=[1, 2]", "options.e={f: 4}")
+    assert config.options == {"a": {"b": 2}, "c": [1, 2], "e": {"f": 4}}
+    assert load(text, "options.c=null", "options.a=x").options == {"a": "x", "c": None, "e": 3}
+    assert "parts: " in refused(load, "parts: [{path: a}]", "parts={path: b}")
+    assert load("optional: null", "optional={steps: 4}").optional == Inner(steps=4)
+
+
 @pytest.mark.parametrize("override", ["train.steps", "=3", "train.steps=", " =1"])
 def test_malformed_override(load, override: str):
     assert "write key=value, like run.steps=100" in refused(load, "train: {}\n", override)
