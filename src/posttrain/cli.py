@@ -4,6 +4,7 @@ when a command runs."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -24,6 +25,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON line ins
 
 def main() -> None:
     """Errors of our own kinds are messages for people, so they are printed without a traceback."""
+    log, warnings = logging.getLogger("posttrain"), logging.StreamHandler()  # to stderr, as it is now
+    warnings.setLevel(logging.WARNING)
+    log.addHandler(warnings)
     try:
         app()
     except Exception as error:
@@ -32,6 +36,8 @@ def main() -> None:
         text = "\n".join([str(error).rstrip(), *getattr(error, "__notes__", [])])
         typer.secho(f"error: {text}", fg=typer.colors.RED, err=True)
         sys.exit(1)
+    finally:
+        log.removeHandler(warnings)
 
 
 @app.command()
