@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,10 +40,9 @@ class Ran:
     err: str
 
     def refused(self) -> str:
-        """What it said, on one line; it must have failed as a program fails that knows what is wrong."""
+        """What it said; it must have failed as a program fails that knows what is wrong."""
         assert self.code == 1, f"exit code {self.code}\n{self.out}\n{self.err}"
-        assert self.err.count("error: ") == 1
-        assert self.err.startswith("error: ")
+        assert len(re.findall("^error: ", self.err, flags=re.MULTILINE)) == 1
         return self.err
 
 
