@@ -178,6 +178,8 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
         if learner.kl_is_only_measured and (measured := kl_of_some(batch, learner)) is not None:
             metrics.record("ref/kl", measured[0], count=measured[1])
         keep_advantages(kept, batch)
+    else:
+        log.warning("step %d: no usable episode, no update", run.step + 1)
 
     # 3. update: epochs, mini-batches, micro-batches
     with timed(metrics, "time/update"):
