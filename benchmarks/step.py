@@ -37,15 +37,15 @@ class Peer:
         environment = {k: v for k, v in os.environ.items() if k not in ONE_THREAD} | {"OMP_WAIT_POLICY": "PASSIVE"}
         command = [python, str(ROOT / script), "--model", str(folder), "--work", work.name]
         pipe = subprocess.PIPE
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115: it lives as long as the peer
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=self._log, text=True, cwd=ROOT, env=environment
         )
         self.version = self._read()["version"]
 
-    def step(self, round_: int) -> dict[str, float]:
+    def ask(self, **question: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"round": round_}) + "\n")
+        self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -85,7 +85,7 @@ def measure(work: Work, folder: Path, options: argparse.Namespace) -> tuple[Row,
     for round_ in range(options.warmup + options.rounds):
         with held(options.lock):
             mine = ours.step(round_)
-            theirs = peer.step(round_)
+            theirs = peer.ask(round=round_)
         assert mine.tokens == theirs["tokens"], f"unequal work: {mine.tokens} and {theirs['tokens']} tokens"
         print(f"  {work.name} round {round_}: ours {mine.step:.2f} s, peer {theirs['step']:.2f} s", file=sys.stderr)
         if round_ >= options.warmup:
