@@ -1,7 +1,7 @@
-"""Does every advantage x loss x aggregate learn? `python benchmarks/learning.py [--curated] [--slice 0/8] [--json FILE]`.
+"""Does every advantage x loss x aggregate learn? `python benchmarks/learning.py [--curated] [--slice 0/10]`.
 
-The task is small enough for hundreds of runs: two turns of two tokens with a tool's token between them; a turn earns the
-share of its tokens that repeat the prompt's symbol, the outcome is the mean of both turns. A random transformer of one
+The task is small enough for hundreds of runs: two turns of two tokens with a tool's token between them; a turn earns
+the share of its tokens that repeat the prompt's symbol, the outcome is the mean of both turns. A random transformer of one
 layer starts at 1/16. Everything but the rolling out is the real loop: credit, mini-batches, losses, optimizer. A
 combination has learnt when the mean reward of three steps in a row is above LINE; it stops then.
 """
@@ -37,7 +37,7 @@ from posttrain.trajectory import Source, Trajectory
 
 VOCABULARY, START, TOOL, SYMBOLS = 16, 1, 2, range(4, 12)
 TURNS, TOKENS_PER_TURN, SAMPLES = 2, 2, 8
-LINE, MAX_STEPS, IN_A_ROW = 0.5, 150, 3
+LINE, MAX_STEPS, IN_A_ROW = 0.5, 300, 3
 MODEL = Qwen3Config(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=32, tie_word_embeddings=False,
@@ -89,7 +89,7 @@ def config_of(combination: Combination) -> RLConfig:
             "data": {"train": "none.jsonl"},
             "algorithm": algorithm,
             "batch": {"prompts_per_step": len(SYMBOLS), "samples_per_prompt": SAMPLES, "cpu_workers": 1},
-            "optimizer": {"lr": 1e-2},
+            "optimizer": {"lr": 3e-3},
             **sections,
         },
     )

@@ -71,11 +71,9 @@ def test_kl_cov_holds_chosen_tokens_near_the_frozen_policy():
 @pytest.mark.parametrize("fn", [clip_cov, kl_cov])
 def test_without_a_choice_the_loss_chooses_by_itself(fn):
     logprobs = torch.where(MASK, OLD + 0.1, NAN).requires_grad_()
-    options = {"cov_share": 0.5} | ({"cov_low": 0.5, "cov_high": 7.0} if fn is clip_cov else {})
-    loss = fn(logprobs, OLD, ADVANTAGES, MASK, INDEX, **options)
-    loss.sum().backward()
+    fn(logprobs, OLD, ADVANTAGES, MASK, INDEX).sum().backward()
     ratio = torch.tensor(0.1).exp().item()
-    held = [0, 0] if fn is clip_cov else [-3 * ratio + 1, ratio + 1]
+    held = [0, ratio] if fn is clip_cov else [-3 * ratio, ratio + 1]  # 4 lies in the window, 6 is the largest
     close(logprobs.grad, [held[0], -2 * ratio, 0, held[1], 0])
 
 

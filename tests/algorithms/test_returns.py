@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.algorithms.returns import gae, gae_returns, optimal_token_baseline, reinforce, reinforce_pp, remax
+from posttrain.algorithms.returns import (
+    gae,
+    gae_returns,
+    optimal_token_baseline,
+    reinforce,
+    reinforce_pp,
+    remax,
+    whitened,
+)
 
 from .layout import close, one_token_each, packed
 
@@ -60,17 +68,17 @@ def test_gae_needs_values():
         gae(*one_token_each([1.0]).args)
 
 
-def test_gae_whitened_has_mean_zero_and_sample_variance_one_over_policy_tokens():
+def test_whitened_gae_has_mean_zero_and_sample_variance_one_over_policy_tokens():
     batch = packed([[0, 1, 0], [0, 3]], masks=[[1, 1, 0], [0, 1]])
-    got = gae(*batch.args, values=torch.zeros(5), gamma=0.0, whiten=True)
+    got = whitened(gae(*batch.args, values=torch.zeros(5), gamma=0.0), batch.mask)
     # advantages 0, 1, 3: mean 4/3, sample variance (16 + 1 + 25) / 9 / 2 = 7/3
     root = (7 / 3) ** 0.5
     close(got, [-4 / 3 / root, -1 / 3 / root, 0, 0, 5 / 3 / root], 1e-6)
 
 
-def test_gae_whitening_equal_advantages_gives_exactly_zero():
-    assert torch.equal(gae(*one_token_each([0.1] * 3).args, values=torch.zeros(3), whiten=True), torch.zeros(3))
-    assert torch.equal(gae(*one_token_each([0.1]).args, values=torch.zeros(1), whiten=True), torch.zeros(1))
+def test_whitening_equal_advantages_gives_exactly_zero():
+    for count in (0, 1, 3):
+        assert torch.equal(whitened(torch.full((count,), 0.1), torch.ones(count).bool()), torch.zeros(count))
 
 
 def test_gae_returns_are_advantages_plus_values():

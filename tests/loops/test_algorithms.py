@@ -347,9 +347,24 @@ def test_p88_a_group_of_one_is_refused_where_a_group_is_compared(tmp_path: Path,
 
 
 def test_options_of_any_row_go_through(begun):
-    options = {"is_high": 3.0, "tau_positive": 0.5, "singleton": "raw", "tol": 1e-3}
+    options = {"is_high": 3.0, "tau_positive": 0.5, "singleton": "raw", "eps": 1e-3}
     run, _ = begun(algorithm={"correction": "truncated_is", "loss": "sapo", "options": options})
     algorithm = run.config.algorithm
     assert algorithm.options_of("correction") == {"is_high": 3.0}
     assert algorithm.options_of("loss") == {"tau_positive": 0.5}
-    assert algorithm.options_of("advantage") == {"singleton": "raw", "tol": 1e-3}
+    assert algorithm.options_of("advantage") == {"singleton": "raw", "eps": 1e-3}
+
+
+def test_the_options_of_a_choice_reach_it(begun):
+    run, trajectories = begun(algorithm={"loss": "kl_cov", "options": {"cov_share": 0.5, "cov_kl_coef": 2.0}})
+    batch = assign_credit(trajectories, run.learner)
+    (mini,) = mini_batches(batch, run.learner, seed="0")
+    assert int(mini.streams["chosen"].sum()) == pytest.approx(int(batch.loss_mask.sum()) // 2, abs=2)
+    assert not run.learner.silent_groups_may_go
+
+
+def test_any_advantage_can_be_whitened(begun):
+    run, trajectories = begun(algorithm={"whiten": True})
+    batch = assign_credit(trajectories, run.learner)
+    found = batch.advantages[batch.loss_mask]
+    assert (float(found.mean()), float(found.std())) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-5))

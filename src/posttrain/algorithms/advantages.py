@@ -36,7 +36,6 @@ def grpo(
     values: Tensor | None = None,
     std: Std = "sample",
     eps: float = 1e-6,
-    tol: float = EQUAL_TOLERANCE,
     singleton: Singleton = "zero",
 ) -> Tensor:
     """A = (r - mean_G) / (std_G + eps)
@@ -45,7 +44,7 @@ def grpo(
     "population" by n, "none" leaves the division out.
     """
     episodes = episode_returns(rewards, episode_index, group_index)
-    return episodes.spread(normalised(episodes, std=std, eps=eps, tol=tol, singleton=singleton), mask, rewards)
+    return episodes.spread(normalised(episodes, std=std, eps=eps, singleton=singleton), mask, rewards)
 
 
 def dr_grpo(
@@ -55,7 +54,6 @@ def dr_grpo(
     group_index: Tensor,
     *,
     values: Tensor | None = None,
-    tol: float = EQUAL_TOLERANCE,
     singleton: Singleton = "zero",
 ) -> Tensor:
     """A = r - mean_G
@@ -65,7 +63,7 @@ def dr_grpo(
     `fixed_length`.
     """
     episodes = episode_returns(rewards, episode_index, group_index)
-    return episodes.spread(centred(episodes, tol, singleton), mask, rewards)
+    return episodes.spread(centred(episodes, singleton), mask, rewards)
 
 
 def rloo(
@@ -75,7 +73,6 @@ def rloo(
     group_index: Tensor,
     *,
     values: Tensor | None = None,
-    tol: float = EQUAL_TOLERANCE,
     singleton: Singleton = "zero",
 ) -> Tensor:
     """A_i = r_i - mean of the others = n / (n - 1) * (r_i - mean_G)
@@ -85,7 +82,7 @@ def rloo(
     episodes = episode_returns(rewards, episode_index, group_index)
     size = sizes(episodes)
     scale = torch.where(size == 1, 1.0, size / (size - 1).clamp(min=1))
-    return episodes.spread(centred(episodes, tol, singleton) * scale[episodes.group], mask, rewards)
+    return episodes.spread(centred(episodes, singleton) * scale[episodes.group], mask, rewards)
 
 
 def opo(
@@ -95,7 +92,6 @@ def opo(
     group_index: Tensor,
     *,
     values: Tensor | None = None,
-    tol: float = EQUAL_TOLERANCE,
     singleton: Singleton = "zero",
 ) -> Tensor:
     """A = r - b_G, b_G = sum_i l_i * r_i / sum_i l_i, l_i the policy tokens of episode i
@@ -107,7 +103,7 @@ def opo(
     length = policy_lengths(mask, episodes)
     total = sum_by_group(length, episodes)
     baseline = sum_by_group(length * episodes.returns, episodes) / total.clamp(min=1.0)
-    return episodes.spread(minus_baseline(episodes, baseline, tol, singleton), mask, rewards)
+    return episodes.spread(minus_baseline(episodes, baseline, singleton), mask, rewards)
 
 
 def gpg(
@@ -119,7 +115,6 @@ def gpg(
     values: Tensor | None = None,
     std: Std = "none",
     eps: float = 1e-6,
-    tol: float = EQUAL_TOLERANCE,
     alpha: Literal["signal", "nonzero_rewards"] = "signal",
 ) -> Tensor:
     """A = alpha * (r - mean_G) / F, alpha = episodes / episodes in groups with signal, F = 1 or std_G + eps
@@ -129,13 +124,13 @@ def gpg(
     """
     episodes = episode_returns(rewards, episode_index, group_index)
     if alpha == "signal":
-        counted = differs(episodes, tol)[episodes.group]
+        counted = differs(episodes)[episodes.group]
     elif alpha == "nonzero_rewards":
         counted = episodes.returns != 0
     else:
         raise ValueError(f'alpha is {alpha!r}; expected "signal" or "nonzero_rewards"')
     scale = len(counted) / counted.sum().clamp(min=1)
-    return episodes.spread(scale * normalised(episodes, std=std, eps=eps, tol=tol), mask, rewards)
+    return episodes.spread(scale * normalised(episodes, std=std, eps=eps), mask, rewards)
 
 
 def reinforce_pp_baseline(
@@ -145,7 +140,6 @@ def reinforce_pp_baseline(
     group_index: Tensor,
     *,
     values: Tensor | None = None,
-    tol: float = EQUAL_TOLERANCE,
     singleton: Singleton = "zero",
     shift_silent: bool = False,
 ) -> Tensor:
@@ -156,10 +150,10 @@ def reinforce_pp_baseline(
     by -mean / std like all others, as verl does.
     """
     episodes = episode_returns(rewards, episode_index, group_index)
-    above = episodes.spread(centred(episodes, tol, singleton), mask, rewards.double())
+    above = episodes.spread(centred(episodes, singleton), mask, rewards.double())
     scaled = whitened(above, mask)
     if not shift_silent:
-        loud = differs(episodes, tol) | ((sizes(episodes) == 1) & (singleton == "raw"))
+        loud = differs(episodes) | ((sizes(episodes) == 1) & (singleton == "raw"))
         scaled = torch.where(loud[episodes.group][episodes.episode_of_token], scaled, 0.0)
     return scaled.to(rewards.dtype)
 
@@ -171,7 +165,6 @@ def maxrl(
     group_index: Tensor,
     *,
     values: Tensor | None = None,
-    tol: float = EQUAL_TOLERANCE,
 ) -> Tensor:
     """A = (r - mean_G) / mean_G, and 0 where mean_G = 0
 
@@ -186,7 +179,7 @@ def maxrl(
             "take dr_grpo, or leave out the penalties"
         )
     mean = sum_by_group(episodes.returns, episodes) / sizes(episodes)
-    above = centred(episodes, tol)
+    above = centred(episodes)
     scale = torch.where(mean > 0, mean, 1.0)
     return episodes.spread(above / scale[episodes.group], mask, rewards)
 
@@ -200,7 +193,6 @@ def best_of_group(
     values: Tensor | None = None,
     std: Std = "sample",
     eps: float = 1e-6,
-    tol: float = EQUAL_TOLERANCE,
 ) -> Tensor:
     """A = (r_best - r_second) / (std_G + eps) for the best episode of the group, 0 for all others
 
@@ -210,7 +202,7 @@ def best_of_group(
     """
     episodes = episode_returns(rewards, episode_index, group_index)
     best, second, is_best = _first_two(episodes)
-    tied = best - second <= tol * torch.maximum(best.abs(), second.abs()).clamp(min=1.0)
+    tied = best - second <= EQUAL_TOLERANCE * torch.maximum(best.abs(), second.abs()).clamp(min=1.0)
     scale = spread_of(episodes, std) + (0.0 if std == "none" else eps)
     lead = torch.where(tied, 0.0, (best - second) / torch.where(tied, 1.0, scale))
     return episodes.spread(torch.where(is_best, lead[episodes.group], 0.0), mask, rewards)

@@ -51,9 +51,6 @@ def clip_cov(
     chosen: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    cov_share: float = 2e-4,
-    cov_low: float = 1.0,
-    cov_high: float = 5.0,
 ) -> Tensor:
     """-min(rho * A, clip(rho, 1 - clip_low, 1 + clip_high) * A), without gradient at the tokens of high covariance
 
@@ -63,8 +60,7 @@ def clip_cov(
     """
     loss = ppo_clip(logprobs, old_logprobs, advantages, mask, episode_index, clip_low=clip_low, clip_high=clip_high)
     if chosen is None:
-        window = {"cov_share": cov_share, "cov_low": cov_low, "cov_high": cov_high}
-        chosen = clip_cov_choice(old_logprobs, advantages, mask, **window)
+        chosen = clip_cov_choice(old_logprobs, advantages, mask)
     return torch.where(chosen.bool() & mask, loss.detach(), loss)
 
 
@@ -76,7 +72,6 @@ def kl_cov(
     episode_index: Tensor,
     *,
     chosen: Tensor | None = None,
-    cov_share: float = 2e-4,
     cov_kl_coef: float = 1.0,
 ) -> Tensor:
     """-rho * A, plus cov_kl_coef * |log pi - log pi_old| at the tokens of the largest covariance
@@ -86,7 +81,7 @@ def kl_cov(
     covariances are those of the frozen policy. Returns [T].
     """
     if chosen is None:
-        chosen = kl_cov_choice(old_logprobs, advantages, mask, cov_share=cov_share)
+        chosen = kl_cov_choice(old_logprobs, advantages, mask)
     advantages = torch.where(mask, advantages.detach(), 0.0)
     distance = log_ratio(logprobs, old_logprobs, mask)
     return -advantages * distance.exp() + torch.where(chosen.bool() & mask, cov_kl_coef * distance.abs(), 0.0)

@@ -2,7 +2,7 @@
 
 An entry is an episode, or a turn of one. Three rules hold for every estimator built on this:
 * A group is the entries with one group index; each entry counts once, whatever number of tokens it has.
-* When the returns of a group are equal up to `tol * max(1, largest |return|)` the group has no signal: exactly 0.
+* When the returns of a group are equal up to 1e-6 * max(1, largest |return|) the group has no signal: exactly 0.
 * A group of one has no baseline: exactly 0. `singleton="raw"` takes 0 as its baseline and 1 as its std instead, as verl
   does for most of its estimators.
 """
@@ -21,11 +21,11 @@ Std = Literal["sample", "population", "none"]
 Singleton = Literal["zero", "raw"]
 
 
-def differs(entries: EpisodeReturns, tol: float) -> Tensor:
-    """[G] bool: max - min > tol * max(1, max |r|)."""
+def differs(entries: EpisodeReturns) -> Tensor:
+    """[G] bool: max - min > EQUAL_TOLERANCE * max(1, max |r|)."""
     highest, lowest = by_group(entries, "amax"), by_group(entries, "amin")
     scale = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
-    return highest - lowest > tol * scale
+    return highest - lowest > EQUAL_TOLERANCE * scale
 
 
 def by_group(entries: EpisodeReturns, reduce: Literal["amax", "amin"]) -> Tensor:
@@ -45,17 +45,17 @@ def sizes(entries: EpisodeReturns) -> Tensor:
     return sum_by_group(torch.ones_like(entries.returns), entries)
 
 
-def centred(entries: EpisodeReturns, tol: float, singleton: Singleton = "zero") -> Tensor:
+def centred(entries: EpisodeReturns, singleton: Singleton = "zero") -> Tensor:
     """[E] returns minus their group's mean, exactly 0 without signal."""
-    return minus_baseline(entries, sum_by_group(entries.returns, entries) / sizes(entries), tol, singleton)
+    return minus_baseline(entries, sum_by_group(entries.returns, entries) / sizes(entries), singleton)
 
 
-def minus_baseline(entries: EpisodeReturns, baseline: Tensor, tol: float, singleton: Singleton = "zero") -> Tensor:
+def minus_baseline(entries: EpisodeReturns, baseline: Tensor, singleton: Singleton = "zero") -> Tensor:
     """[E] returns minus the baseline [G] of their group, exactly 0 without signal."""
     if singleton not in ("zero", "raw"):
         raise ValueError(f'singleton is {singleton!r}; expected "zero" or "raw"')
     above = entries.returns - baseline[entries.group]
-    above = torch.where(differs(entries, tol)[entries.group], above, 0.0)
+    above = torch.where(differs(entries)[entries.group], above, 0.0)
     if singleton == "raw":
         above = torch.where((sizes(entries) == 1)[entries.group], entries.returns, above)
     return above
@@ -74,14 +74,14 @@ def spread_of(entries: EpisodeReturns, std: Std) -> Tensor:
     return torch.where(size == 1, 1.0, (squares / degrees.clamp(min=1)).sqrt())
 
 
-def normalised(entries: EpisodeReturns, *, std: Std, eps: float, tol: float, singleton: Singleton = "zero") -> Tensor:
+def normalised(entries: EpisodeReturns, *, std: Std, eps: float, singleton: Singleton = "zero") -> Tensor:
     """[E] (r - mean_G) / (std_G + eps), exactly 0 without signal; without std no eps either."""
-    above = centred(entries, tol, singleton)
+    above = centred(entries, singleton)
     scale = spread_of(entries, std) + (0.0 if std == "none" else eps)
     return torch.where(above == 0, 0.0, above / scale[entries.group])
 
 
-def has_signal(rewards: Tensor, episode_index: Tensor, group_index: Tensor, *, tol: float = EQUAL_TOLERANCE) -> Tensor:
-    """[T] bool: False in groups whose returns are all equal up to `tol`, groups of one included."""
+def has_signal(rewards: Tensor, episode_index: Tensor, group_index: Tensor) -> Tensor:
+    """[T] bool: False in groups whose returns are all equal, groups of one included."""
     episodes = episode_returns(rewards, episode_index, group_index)
-    return differs(episodes, tol)[episodes.group][episodes.episode_of_token]
+    return differs(episodes)[episodes.group][episodes.episode_of_token]

@@ -26,14 +26,12 @@ def gae(
     values: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
-    whiten: bool = False,
     discount: Discount = "token",
 ) -> Tensor:
     """A_t = sum_k (gamma * lam)^k * delta_{t+k}, delta_t = r_t + gamma * V_{t+1} - V_t, V = 0 after the end
 
     Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage Estimation (arXiv 1506.02438),
-    equation 16. `values[t]` is the value of the state in which token t was chosen. `whiten` shifts and scales to mean
-    0, variance 1 over the policy tokens of the batch. Returns [T].
+    equation 16. `values[t]` is the value of the state in which token t was chosen. Returns [T].
     """
     if values is None:
         raise ValueError("gae needs values: configure a critic, or take a group estimator such as grpo")
@@ -42,10 +40,7 @@ def gae(
     value = rows.take(values.detach())
     following = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
     delta = torch.where(rows.valid, reward + _per_step(rows, gamma, discount) * following - value, 0.0)
-    advantages = rows.put(discounted_sum(delta, _per_step(rows, gamma * lam, discount)), rewards.double())
-    if whiten:
-        advantages = whitened(advantages, mask)
-    return advantages.to(rewards.dtype)
+    return rows.put(discounted_sum(delta, _per_step(rows, gamma * lam, discount)), rewards)
 
 
 def gae_returns(
@@ -59,7 +54,7 @@ def gae_returns(
     lam: float = 1.0,
     discount: Discount = "token",
 ) -> Tensor:
-    """What the critic learns to predict: A_t + V_t, from advantages that are not whitened. Returns [T], 0 off-mask."""
+    """What the critic learns to predict: A_t + V_t. Returns [T], 0 off-mask."""
     advantages = gae(rewards, mask, episode_index, group_index, values=values, gamma=gamma, lam=lam, discount=discount)
     return torch.where(mask, advantages + values.detach(), 0.0).to(rewards.dtype)
 
@@ -117,13 +112,12 @@ def remax(
     *,
     values: Tensor | None = None,
     greedy_returns: Tensor | None = None,
-    tol: float = EQUAL_TOLERANCE,
 ) -> Tensor:
     """A_t = sum of the rewards from t on - r(greedy answer to the same prompt)
 
     Li et al. 2024, ReMax (arXiv 2310.10505). `greedy_returns` [T]: what the greedy episode of the token's
     group earned; NaN where it could not be judged: such an episode has no baseline and gets exactly 0. A difference
-    below `tol * max(1, |baseline|)` is exactly 0, too. No group is needed. Returns [T].
+    below 1e-6 * max(1, |baseline|) is exactly 0, too. No group is needed. Returns [T].
     """
     if greedy_returns is None:
         raise ValueError("remax needs greedy_returns: the loop rolls out one greedy episode per prompt for it")
@@ -131,7 +125,7 @@ def remax(
     reward = rows.take(rewards_on_policy(rewards, mask, episode_index))
     baseline = rows.take(greedy_returns)
     above = discounted_sum(reward, torch.ones_like(reward)) - baseline
-    silent = baseline.isnan() | (above.abs() <= tol * baseline.abs().clamp(min=1.0))
+    silent = baseline.isnan() | (above.abs() <= EQUAL_TOLERANCE * baseline.abs().clamp(min=1.0))
     return rows.put(torch.where(silent, 0.0, above), rewards)
 
 
@@ -144,7 +138,6 @@ def optimal_token_baseline(
     values: Tensor | None = None,
     old_logprobs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
-    tol: float = EQUAL_TOLERANCE,
 ) -> Tensor:
     """A_t = G_t - b_t, b_t = sum_G W_t * G_t / sum_G W_t, W_t = sum_{j<=t} (1 - 2 pi_j + sum_v pi_j(v)^2)
 
@@ -164,7 +157,7 @@ def optimal_token_baseline(
     energy = 1 - probability if sum_pi_squared is None else 1 - 2 * probability + rows.take(sum_pi_squared)
     weight = torch.where(rows.valid, energy, 0.0).cumsum(1)
     group, count = numbered(group_index[rows.index[:, 0]])
-    mean, silent = _baseline_by_step(to_go, weight, rows.valid, group, count, tol)
+    mean, silent = _baseline_by_step(to_go, weight, rows.valid, group, count)
     return rows.put(torch.where(silent[group], 0.0, to_go - mean[group]), rewards)
 
 
@@ -195,9 +188,7 @@ def _per_step(rows: PolicyRows, factor: float, discount: Discount) -> Tensor:
     return everywhere if discount == "token" else torch.where(rows.ends_turn, everywhere, 1.0)
 
 
-def _baseline_by_step(
-    to_go: Tensor, weight: Tensor, valid: Tensor, group: Tensor, count: int, tol: float
-) -> tuple[Tensor, Tensor]:
+def _baseline_by_step(to_go: Tensor, weight: Tensor, valid: Tensor, group: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """([G, L] weighted mean of the returns to go, [G, L] whether they are equal) over the episodes that have step t."""
     zeros = torch.zeros(count, to_go.shape[1], dtype=torch.float64, device=to_go.device)
     total = zeros.index_add(0, group, torch.where(valid, weight, 0.0))
@@ -206,4 +197,4 @@ def _baseline_by_step(
     highest = (zeros - torch.inf).scatter_reduce(0, column, torch.where(valid, to_go, -torch.inf), "amax")
     lowest = (zeros + torch.inf).scatter_reduce(0, column, torch.where(valid, to_go, torch.inf), "amin")
     scale = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
-    return mean, ~(highest - lowest > tol * scale) | (total <= 0)
+    return mean, ~(highest - lowest > EQUAL_TOLERANCE * scale) | (total <= 0)

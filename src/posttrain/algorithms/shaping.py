@@ -103,9 +103,7 @@ class Running:
         return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
 
 
-def normalised_by_batch(
-    episodes: EpisodeReturns, *, centre: bool = True, eps: float = 1e-8, tol: float = EQUAL_TOLERANCE
-) -> Change:
+def normalised_by_batch(episodes: EpisodeReturns, *, centre: bool = True, eps: float = 1e-8) -> Change:
     """(r - mean) / (std + eps) over the episodes of the batch
 
     Stiennon et al. 2020, Learning to summarize from human feedback (arXiv 2009.01325), reward normalisation; whitening.
@@ -114,12 +112,10 @@ def normalised_by_batch(
     everything = EpisodeReturns(
         episodes.returns, torch.zeros_like(episodes.group), min(1, len(episodes.returns)), episodes.episode_of_token
     )
-    return normalised_by_group(everything, centre=centre, eps=eps, tol=tol)
+    return normalised_by_group(everything, centre=centre, eps=eps)
 
 
-def normalised_by_group(
-    episodes: EpisodeReturns, *, centre: bool = True, eps: float = 1e-8, tol: float = EQUAL_TOLERANCE
-) -> Change:
+def normalised_by_group(episodes: EpisodeReturns, *, centre: bool = True, eps: float = 1e-8) -> Change:
     """(r - mean_G) / (std_G + eps) over the episodes of the group
 
     Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), section 4.1.2, as a change of the reward. Equal rewards, and a
@@ -129,7 +125,7 @@ def normalised_by_group(
     mean = sum_by_group(episodes.returns, episodes) / size
     squares = sum_by_group((episodes.returns - mean[episodes.group]).square(), episodes)
     std = (squares / (size - 1).clamp(min=1)).sqrt() + eps
-    scale = torch.where(differs(episodes, tol), 1 / std, 1.0)
+    scale = torch.where(differs(episodes), 1 / std, 1.0)
     return _affine(mean[episodes.group], scale[episodes.group], centre)
 
 

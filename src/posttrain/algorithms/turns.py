@@ -17,8 +17,8 @@ from posttrain.algorithms.credit import (
     policy_rows,
     rewards_on_policy,
 )
-from posttrain.algorithms.groups import EQUAL_TOLERANCE, Std, normalised
-from posttrain.algorithms.returns import discounted_sum, whitened
+from posttrain.algorithms.groups import Std, normalised
+from posttrain.algorithms.returns import discounted_sum
 
 
 def turn_grpo(
@@ -31,7 +31,6 @@ def turn_grpo(
     gamma: float = 1.0,
     std: Std = "sample",
     eps: float = 1e-6,
-    tol: float = EQUAL_TOLERANCE,
 ) -> Tensor:
     """A_k = (G_k - mean) / (std + eps) over the k-th turns of the group, G_k = r_k + gamma * G_{k+1} over turns
 
@@ -40,7 +39,7 @@ def turn_grpo(
     by what early ones still had before them. A turn that only one episode reached gets exactly 0. Returns [T].
     """
     turns = turn_returns(rewards, mask, episode_index, group_index, gamma=gamma)
-    return turns.spread(normalised(turns, std=std, eps=eps, tol=tol), mask, rewards)
+    return turns.spread(normalised(turns, std=std, eps=eps), mask, rewards)
 
 
 def mt_grpo(
@@ -53,8 +52,6 @@ def mt_grpo(
     outcome_rewards: Tensor | None = None,
     turn_weight: float = 1.0,
     std: Std = "sample",
-    eps: float = 1e-6,
-    tol: float = EQUAL_TOLERANCE,
 ) -> Tensor:
     """A_k = A_outcome + turn_weight * A_turn,k: outcomes and the k-th turns' own rewards, each normalised by the group
 
@@ -67,8 +64,8 @@ def mt_grpo(
         )
     own = turn_returns(rewards - outcome_rewards, mask, episode_index, group_index, gamma=0.0)
     episodes = episode_returns(outcome_rewards, episode_index, group_index)
-    outcome = episodes.spread(normalised(episodes, std=std, eps=eps, tol=tol), mask, rewards.double())
-    turn = own.spread(normalised(own, std=std, eps=eps, tol=tol), mask, rewards.double())
+    outcome = episodes.spread(normalised(episodes, std=std, eps=1e-6), mask, rewards.double())
+    turn = own.spread(normalised(own, std=std, eps=1e-6), mask, rewards.double())
     return (outcome + turn_weight * turn).to(rewards.dtype)
 
 
@@ -81,7 +78,6 @@ def turn_gae(
     values: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
-    whiten: bool = False,
 ) -> Tensor:
     """A_k = sum_j (gamma * lam)^j * delta_{k+j} over turns, delta_k = r_k + gamma * V_{k+1} - V_k, V_k before turn k
 
@@ -91,8 +87,7 @@ def turn_gae(
     if values is None:
         raise ValueError("turn_gae needs values: configure a critic, or take a group estimator such as turn_grpo")
     turns = _Turns.of(rewards, mask, episode_index)
-    advantages = turns.rows.put(turns.back_to_tokens(turns.gae(values, gamma, lam)), rewards.double())
-    return (whitened(advantages, mask) if whiten else advantages).to(rewards.dtype)
+    return turns.rows.put(turns.back_to_tokens(turns.gae(values, gamma, lam)), rewards)
 
 
 def turn_gae_returns(

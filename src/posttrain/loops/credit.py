@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from posttrain.algorithms import CHOICES, VALUE_TARGETS
+from posttrain.algorithms import VALUE_TARGETS
 from posttrain.algorithms.kl import in_reward
-from posttrain.algorithms.returns import gae_returns
+from posttrain.algorithms.returns import gae_returns, whitened
 from posttrain.loops.learner import Learner
 from posttrain.loops.shape import leave_out, shape_rewards, truncated_tokens
 from posttrain.packing import Batch, pack, segment_bins, select
@@ -38,7 +38,8 @@ def assign_credit(trajectories: Sequence[Trajectory], learner: Learner) -> Batch
         batch.streams["values"] = by_micro_batch(learner.critic.values, batch, learner)
     where = (batch.rewards, batch.loss_mask, batch.episode_index, batch.group_index)
     known = {"old_logprobs": batch.old_logprobs, **batch.streams}
-    batch.advantages = algorithm.functions["advantage"](*where, **algorithm.options_with("advantage", known))
+    advantages = algorithm.functions["advantage"](*where, **algorithm.options_with("advantage", known))
+    batch.advantages = whitened(advantages, batch.loss_mask) if algorithm.whiten else advantages
     if learner.critic is not None:
         target = VALUE_TARGETS.get(algorithm.advantage, gae_returns)
         discounts = options_for(target, algorithm.options_of("advantage"))
@@ -112,8 +113,8 @@ def weighted(mini: Batch, learner: Learner) -> Batch:
     options = algorithm.options_with("aggregate", {"group_index": mini.group_index})
     weights = algorithm.functions["aggregate"](mini.loss_mask, mini.episode_index, **options)
     streams = mini.streams
-    if (choose := CHOICES.get(algorithm.loss)) is not None:
-        options = options_for(choose, algorithm.options_of("loss"))
+    if (choose := algorithm.functions.get("choice")) is not None:
+        options = algorithm.options_of("choice")
         streams = streams | {"chosen": choose(mini.old_logprobs, mini.advantages, mini.loss_mask, **options)}
     return replace(mini, weights=weights, streams=streams)
 

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from posttrain.algorithms import ADVANTAGES, AGGREGATES, CORRECTIONS, KL_ESTIMATORS, LOSSES
+from posttrain.algorithms import ADVANTAGES, AGGREGATES, CHOICES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 from posttrain.algorithms.shaping import Normalisation
 from posttrain.runs.config_file import Section, key_error
 from posttrain.runs.plugins import options_for, resolve
@@ -91,6 +91,7 @@ class AlgorithmConfig(Section):
     outcome_reward_coef: float = Field(default=1.0, description="times the reward function's value")
     turn_reward_coef: float = Field(default=0.0, description="times what the env gave on turns; 0 = the outcome only")
     shaping: ShapingConfig = Field(default_factory=ShapingConfig)
+    whiten: bool = Field(default=False, description="advantages with mean 0, variance 1 over the tokens of the step")
     dynamic_sampling: DynamicSamplingConfig | None = None
     clip_low: NonNegativeFloat | None = None
     clip_high: NonNegativeFloat | None = None
@@ -98,7 +99,6 @@ class AlgorithmConfig(Section):
     gamma: float | None = Field(default=None, ge=0, le=1)
     lam: float | None = Field(default=None, ge=0, le=1)
     std: Literal["sample", "population", "none"] | None = None
-    whiten: bool | None = None
     length: PositiveInt | None = None
     options: dict[str, Any] = Field(default={}, description="further options of the chosen functions, yours included")
 
@@ -111,9 +111,10 @@ class AlgorithmConfig(Section):
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """The chosen rows, by the key that names them."""
+        """The chosen rows by the key that names them, and as "choice" what the loss has chosen before it is split."""
         chosen = {key: getattr(self, key) for key in _TABLES}
-        return {key: resolve(_TABLES[key], name, key) for key, name in chosen.items() if name is not None}
+        found = {key: resolve(_TABLES[key], name, key) for key, name in chosen.items() if name is not None}
+        return found | ({"choice": CHOICES[self.loss]} if self.loss in CHOICES else {})
 
     def options_of(self, key: str) -> dict[str, Any]:
         """The keyword arguments for the function chosen by `key` ("advantage", "loss", "aggregate", "correction")."""
@@ -139,7 +140,7 @@ class AlgorithmConfig(Section):
         used = {name for function in functions.values() for name in options_for(function, self._given)}
         for name in self._given:
             if name not in used:
-                chosen = ", ".join(getattr(self, key) for key in functions)
+                chosen = ", ".join(getattr(self, key) for key in functions if key != "choice")
                 key = name if name in _OPTION_KEYS else f"options.{name}"
                 raise key_error(key, f"no chosen function takes it ({chosen}); remove it or choose another function")
         return self
@@ -163,4 +164,4 @@ _TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "kl_gradient": KL_ESTIMATORS,
     "correction": CORRECTIONS,
 }
-_OPTION_KEYS = ("clip_low", "clip_high", "clip_dual", "gamma", "lam", "std", "whiten", "length")
+_OPTION_KEYS = ("clip_low", "clip_high", "clip_dual", "gamma", "lam", "std", "length")
