@@ -19,7 +19,8 @@ TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
 }
 # Authors, year, title and where to find it: up to the first comma, colon or stop behind the year's title.
 SOURCE = re.compile(r"^(?P<source>.+?\b\d{4},? .+?(?:\([^)]+\)|(?=[:,.;])))", re.DOTALL)
-FROM_THE_LOOP = {"values", "greedy_returns", "outcome_rewards", "old_logprobs", "sum_pi_squared", "group_index", "chosen"}
+FROM_THE_LOOP = {"values", "greedy_returns", "outcome_rewards", "old_logprobs", "sum_pi_squared"}
+FROM_THE_LOOP |= {"group_index", "chosen"}
 
 
 @dataclass(frozen=True, slots=True)

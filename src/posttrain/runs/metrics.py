@@ -79,9 +79,7 @@ METRICS: dict[str, Metric] = {
     "train/optimizer_steps": Metric("step", "last", "updates since the start of the run"),
     "train/skipped_updates": Metric("step", "sum", "updates left out: gradients not finite, or nothing with signal"),
     "train/trained_tokens": Metric("step", "sum", "policy tokens in the update, per epoch"),
-    "train/left_out_tokens": Metric(
-        "step", "sum", "policy tokens that do not train: cut off, too old, rejected"
-    ),
+    "train/left_out_tokens": Metric("step", "sum", "policy tokens that do not train: cut off, too old, rejected"),
     "train/policy_version": Metric("step", "last", "optimizer steps behind the weights"),
     # distance to the reference model
     "ref/kl": Metric("token", "mean", "KL of the policy from the reference, by the chosen estimator"),
