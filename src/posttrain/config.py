@@ -41,6 +41,7 @@ from posttrain.runs.metrics import lookup
 from posttrain.runs.plan import BatchConfig, Plan, make_plan
 from posttrain.runs.plugins import check_options, options_for, resolve
 from posttrain.runs.sinks import SINKS
+from posttrain.sampler.protocol import MIN_TEMPERATURE
 from posttrain.trainer.critic import CriticConfig
 from posttrain.trainer.loading import ModelConfig
 from posttrain.trainer.optimizer import OptimizerConfig, lr_at
@@ -140,7 +141,7 @@ class EnvConfig(Section):
 class SamplingConfig(Section):
     """How training episodes are sampled."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, allow_inf_nan=False)
     top_p: float = 1.0
     top_k: NonNegativeInt = 0
 
@@ -163,7 +164,7 @@ class EvalConfig(Section):
     )
     at_start: bool = True
     samples_per_prompt: PositiveInt = 1
-    temperature: NonNegativeFloat = 0.0
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="0 = greedy")
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: NonNegativeInt = 0
     max_tasks: PositiveInt | None = Field(default=None, description="the first of the set; None = all")
@@ -173,6 +174,8 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise key_error("temperature", f"{self.temperature} is as good as greedy; set 0 or {MIN_TEMPERATURE} or more")
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise key_error(
                 "temperature",

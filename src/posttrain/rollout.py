@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from posttrain.chat import ChatError
 from posttrain.envs.budget import ObservationCutter, TextCodec
 from posttrain.envs.deadline import DeadlinePassed, ends_in, within
-from posttrain.envs.protocol import Action, Env, Observation, Step
+from posttrain.envs.protocol import Action, Env, Observation, Step, check_env
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.task import EpisodeInvalid, Invalid, Message, Score, Task, as_outcome
 from posttrain.trajectory import Episode, Segment, Source, StopReason, Trajectory, TrajectoryError, Turn
@@ -388,7 +388,9 @@ class _EpisodeRun:
 
     def _make_env(self) -> Env:
         try:
-            return self.spec.make_env(self.task)
+            env = self.spec.make_env(self.task)
+            check_env(env)
+            return env
         except EpisodeInvalid:
             raise
         except Exception as error:

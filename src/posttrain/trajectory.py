@@ -176,6 +176,8 @@ def check_logprob(logprob: float | None, position: int) -> None:
     """A missing log-prob is an error, never 0.0."""
     if logprob is None or math.isnan(logprob):
         raise TrajectoryError(f"token {position} was sampled but its log-prob is missing ({logprob})")
+    if logprob == -math.inf:
+        raise TrajectoryError(f"token {position} was sampled, so its probability cannot be 0 (log-prob -inf)")
     if logprob > 1e-4:
         raise TrajectoryError(f"token {position}: a log-prob cannot be positive, got {logprob}")
 

@@ -58,6 +58,18 @@ class Step:
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+def check_env(env: object) -> None:
+    """Raises TypeError or ValueError for what the type of an env's attributes does not say, or says in vain."""
+    name = type(env).__name__
+    stops, turns = getattr(env, "stop_strings", ()), getattr(env, "max_turns", None)
+    if isinstance(stops, str):
+        raise TypeError(f"{name}.stop_strings is the text {stops!r}, every character of which would stop; write ({stops!r},)")
+    if any(not isinstance(stop, str) or not stop for stop in stops):
+        raise ValueError(f"{name}.stop_strings must hold texts of at least one character, got {stops!r}")
+    if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
+        raise ValueError(f"{name}.max_turns must be a number of turns, 1 or more, got {turns!r}")
+
+
 class Env(Protocol):
     """One episode's world; made anew for each episode.
 

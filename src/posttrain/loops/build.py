@@ -15,6 +15,7 @@ from posttrain.chat import Renderer
 from posttrain.config import ConfigError, EnvConfig, RLConfig, resolve
 from posttrain.data import TaskSet, load_tasks
 from posttrain.envs import ENVS, Env
+from posttrain.envs.protocol import check_env
 from posttrain.loops.collect import Collector, Credit
 from posttrain.retrieval.client import HttpRetriever
 from posttrain.retrieval.config import make_retriever
@@ -118,6 +119,7 @@ def tools_of(name: str, config: RLConfig) -> Any:
     """The tool schemas of the envs called `name`; finds before anything starts when such an env cannot be made."""
     try:
         env = env_maker(name, config, None if config.retrieval is None else _NoSearch())()
+        check_env(env)
         asyncio.run(env.close())
     except ConfigError:
         raise

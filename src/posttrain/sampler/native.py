@@ -76,6 +76,7 @@ class NativeSampler:
             raise ValueError(f"need 1 <= max_batch ({max_batch}) <= tokens_per_step ({tokens_per_step})")
         self.policy = policy
         self._stops = Stops(tokenizer)
+        self._vocabulary = policy.module.get_input_embeddings().num_embeddings
         self._truncation = truncation
         if workers < 1:
             raise ValueError(f"workers must be >= 1, got {workers}")
@@ -107,7 +108,9 @@ class NativeSampler:
         self._check(params)
         rule = self._stops.rule(params)
         context = self.engines[0].limits.max_context
-        request = new_request(ids, params, seed=seed, session=session, rule=rule, max_context=context)
+        request = new_request(
+            ids, params, seed=seed, session=session, rule=rule, max_context=context, vocabulary=self._vocabulary
+        )
         self.engines[0].check_fits(request)
         self._bind(asyncio.get_running_loop())
         engine = self._home(request)

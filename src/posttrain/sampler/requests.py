@@ -84,15 +84,28 @@ class EngineLimits:
 
 
 def new_request(
-    ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None, rule: StopRule, max_context: int
+    ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    session: str | None,
+    rule: StopRule,
+    max_context: int,
+    vocabulary: int,
 ) -> Request:
-    """Raises ValueError for a prompt that is empty or leaves no room for a token."""
+    """Raises ValueError for a prompt that is empty, leaves no room for a token, or has ids that the model has no
+    embedding of: in a forward these would end every other request, too."""
     if not ids:
         raise ValueError("cannot continue an empty list of ids: give at least a start token")
     if len(ids) >= max_context:
         raise ValueError(
             f"the prompt has {len(ids)} tokens and the model's context is {max_context}: no token fits; "
             "end the episode (context_full) before asking"
+        )
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        wrong = next(i for i in ids if not 0 <= i < vocabulary)
+        raise ValueError(
+            f"the prompt has the id {wrong} and the model knows 0 to {vocabulary - 1}: is the tokenizer this model's?"
         )
     return Request(
         ids=list(ids),
