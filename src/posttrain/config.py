@@ -11,9 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -175,7 +173,7 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
         if 0 < self.temperature < MIN_TEMPERATURE:
-            raise key_error("temperature", f"{self.temperature} is as good as greedy; set 0 or {MIN_TEMPERATURE} or more")
+            raise key_error("temperature", f"{self.temperature} is as good as 0; set 0, or {MIN_TEMPERATURE} or more")
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise key_error(
                 "temperature",

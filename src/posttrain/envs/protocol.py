@@ -63,7 +63,7 @@ def check_env(env: object) -> None:
     name = type(env).__name__
     stops, turns = getattr(env, "stop_strings", ()), getattr(env, "max_turns", None)
     if isinstance(stops, str):
-        raise TypeError(f"{name}.stop_strings is the text {stops!r}, every character of which would stop; write ({stops!r},)")
+        raise TypeError(f"{name}.stop_strings is the text {stops!r}: each character would stop; write ({stops!r},)")
     if any(not isinstance(stop, str) or not stop for stop in stops):
         raise ValueError(f"{name}.stop_strings must hold texts of at least one character, got {stops!r}")
     if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from posttrain.trajectory import StopReason
 
-
 MIN_TEMPERATURE = 1e-4  # below it logits overflow when they are divided by it; greedy is 0
 
 
