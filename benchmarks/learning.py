@@ -1,8 +1,8 @@
 """Does every advantage x loss x aggregate learn? `python benchmarks/learning.py [--curated] [--slice 0/10]`.
 
 The task is small enough for hundreds of runs: two turns of two tokens with a tool's token between them; a turn earns
-the share of its tokens that repeat the prompt's symbol, the outcome is the mean of both turns. A random transformer of one
-layer starts at 1/16. Everything but the rolling out is the real loop: credit, mini-batches, losses, optimizer. A
+the share of its tokens that repeat the prompt's symbol, the outcome is the mean of both turns. A random transformer of
+one layer starts at 1/16. Everything but the rolling out is the real loop: credit, mini-batches, losses, optimizer. A
 combination has learnt when the mean reward of three steps in a row is above LINE; it stops then.
 """
 
@@ -210,6 +210,7 @@ def main() -> int:
         "--curated", action="store_true", help="a dozen combinations, each row of a table at least once"
     )
     parser.add_argument("--slice", default="0/1", help="NUMBER/COUNT of the full product")
+    parser.add_argument("--only", default="", help='text in "advantage/loss/aggregate", e.g. /token_mean')
     parser.add_argument("--json", type=Path, help="adds results to this file, and leaves out what it has")
     parser.add_argument("--table", action="store_true", help="print the table of the file's results, run nothing")
     options = parser.parse_args()
@@ -218,7 +219,7 @@ def main() -> int:
     results = [Result(**record) for record in json.loads(options.json.read_text())] if known else []
     done = {(r.advantage, r.loss, r.aggregate) for r in results}
     for combination in [] if options.table else combinations(curated=options.curated, part=options.slice):
-        if combination in done:
+        if combination in done or options.only not in "/".join(combination):
             continue
         results.append(learn(combination))
         print(results[-1], flush=True)
