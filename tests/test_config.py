@@ -101,7 +101,7 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
         (["batch={prompts_per_step: 6, prompts_per_mini_batch: 4}"], "batch.prompts_per_mini_batch: 4 does not divide"),
         (["sampling.top_p=0.9"], "sampling.top_p: 0.9 would train on other probabilities"),
         (["sampling.top_k=20"], "sampling.top_k: 20 would train on other probabilities"),
-        (["sampling.temperature=0"], "sampling.temperature: Input should be greater than 0"),
+        (["sampling.temperature=0"], "sampling.temperature: Input should be greater than or equal to 0.0001"),
         (["batch.tokens_per_micro_batch=512"], "512 tokens cannot hold an episode of limits.max_episode_tokens = 4096"),
         (["algorithm.gamma=0.9"], "algorithm.gamma: no chosen function takes it (grpo, ppo_clip, token_mean, k3)"),
         (["algorithm.options={mine: 1}"], "algorithm.options.mine: no chosen function takes it"),

@@ -198,7 +198,9 @@ def test_p59_a_search_server_that_goes_down_makes_invalid_episodes_and_stops_the
     server: SearchServer, command: Command, tmp_path: Path
 ) -> None:
     said = command("rl", "run.yaml", "run.dir=r", *server.settings, *SEARCHING).refused()
-    assert re.search(r"\d+ of 32 episodes are invalid, more than run.max_invalid_share = 0.2 allows .tool_down: \d+.", said)
+    assert re.search(
+        r"\d+ of 32 episodes are invalid, more than run.max_invalid_share = 0.2 allows .tool_down: \d+.", said
+    )
     assert "gave up after 2 attempts" in said
     assert "posttrain resume r" in said
     server.good = 10**6
