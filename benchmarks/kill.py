@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from invariants.killing import (  # noqa: E402
     AT_EVERY_KIND,
     CONFIGS,
+    OFTEN,
     Life,
     Remains,
     live,
@@ -40,7 +41,7 @@ def kill_often(base: Path, name: str, *, kills: int, seed: int) -> tuple[list[Li
     live(base / "whole", CONFIGS[name])
     longest = time.monotonic() - started
     lives = random_lives(base, CONFIGS[name], seed=f"{seed}/{name}", kills=kills, longest=longest)
-    pointed = Life(base / "points").lead((*CONFIGS[name], "checkpoint.keep=1"), AT_EVERY_KIND)
+    pointed = Life(base / "points").lead((*CONFIGS[name], *OFTEN), AT_EVERY_KIND)
     return [*lives, pointed], remains(base / "whole")
 
 
