@@ -341,6 +341,21 @@ FAULTS = (
     Fault("diagnostics", "gap = (trainer - sampler).abs()", "gap = trainer - sampler"),
     Fault("diagnostics", "    if missing:\n", "    if False:\n"),
     Fault("diagnostics", "float(values[mask].mean())", "float(values.mean())"),
+    # what an evaluation says
+    Fault("estimators", "1 - math.comb(samples - right, k)", "1 - math.comb(samples - right - 1, k)"),
+    Fault("estimators", "/ math.comb(samples, k)", "/ samples**k"),
+    Fault("estimators", "1 <= k <= samples):", "1 <= k):"),
+    Fault("estimators", "        if prediction is not None:\n", "        if True:\n"),
+    Fault("estimators", "sum(judged) / most", "any(judged)"),
+    Fault("estimators", "for judged in winners) / len(winners)", "for judged in winners[:1])"),
+    Fault("estimators", "(math.fsum(task) - len(task) * mean) ** 2 for task", "sum((v - mean) ** 2 for v in task) for task"),
+    Fault("estimators", "/ count**2", "/ count"),
+    Fault("estimators", "len(tasks), samples or count", "count, samples or count"),
+    Fault("estimators", "len(tasks) / (len(tasks) - 1)", "1"),
+    Fault("estimators", "if variance <= 0:", "if variance < 0:"),
+    Fault("estimators", "min(max(mean * (1 - mean) / variance, tasks), count)", "mean * (1 - mean) / variance"),
+    Fault("estimators", "z2 / (2 * samples)", "z2 / samples"),
+    Fault("estimators", "z2 / (4 * samples**2)", "0"),
 )  # fmt: skip
 
 
