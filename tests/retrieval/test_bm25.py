@@ -3,7 +3,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -195,3 +198,18 @@ def test_recall_on_real_passages_reproduces_the_reference(rag_bench: BM25Retriev
     rounded = {name: round(float(np.mean(values)), 3) for name, values in recall.items()}
     assert rounded == {"nq": 0.854, "hotpotqa": 0.752, "musique": 0.498, "2wiki": 0.621}
     assert round(float(np.mean(tied["nq"])), 3) == 0.856
+
+
+def test_importing_starts_no_jax(tmp_path):
+    """Case: with jax installed, `import bm25s` claimed three quarters of the GPU's memory."""
+    lax = tmp_path / "jax"
+    lax.mkdir()
+    (lax / "__init__.py").write_text("raise SystemExit('jax was started')\n")
+    program = (
+        "import sys; import posttrain.retrieval.bm25\n"
+        "assert 'jax' not in sys.modules\n"
+        "try:\n    import jax\nexcept SystemExit as started:\n    print(started)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "jax was started"), done.stderr

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.trainer.fused import LogitsRule, fused_logprobs
+from posttrain.trainer.fused import VOCABULARY_BLOCK, LogitsRule, fused_logprobs, head_product
 
 
 def plain(
@@ -112,3 +112,16 @@ def test_no_positions_at_all() -> None:
     logprobs.sum().backward()
     assert logprobs.shape == (0,)
     assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 3)])
+def test_a_large_head_in_blocks_is_the_same_product(shape):
+    generator = torch.Generator().manual_seed(0)
+    size = 16 * VOCABULARY_BLOCK + 7
+    weight, bias = torch.randn(size, 8, generator=generator), torch.randn(size, generator=generator)
+    hidden = torch.randn(*shape, 8, generator=generator)
+    with torch.no_grad():
+        blocks = head_product(hidden, weight, bias)
+    torch.testing.assert_close(blocks, torch.nn.functional.linear(hidden, weight, bias))
+    weight.requires_grad_()
+    assert head_product(hidden, weight).requires_grad

@@ -8,18 +8,42 @@ its index is used.
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
-import bm25s
 import numpy as np
 from numpy.typing import NDArray
 
 from posttrain.retrieval.analysis import Analyzer, needs_bigrams
 from posttrain.retrieval.protocol import Passage, check_top_k
 
+
+def import_without_jax(name: str) -> ModuleType:
+    """A module, imported as if jax were not installed.
+
+    Where it is, bm25s calls it while being imported, and jax then starts on the GPU and claims three quarters of its
+    memory, beside a model that needs it. What jax would do here (the top k of a query) is done by numpy below.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    missing = object()
+    hidden = {key: sys.modules.get(key, missing) for key in ("jax", "jax.lax")}
+    sys.modules.update(dict.fromkeys(hidden))  # None makes `import` raise ImportError  # type: ignore[arg-type]
+    try:
+        return importlib.import_module(name)
+    finally:
+        for key, module in hidden.items():
+            sys.modules.pop(key, None)
+            if module is not missing:
+                sys.modules[key] = module  # type: ignore[assignment]
+
+
+bm25s = import_without_jax("bm25s")
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets DEBUG, which would show in every program that logs
 ENGLISH_STOP_WORDS: tuple[str, ...] = tuple(bm25s.stopwords.STOPWORDS_EN)
 LANGUAGE_SAMPLE = 256  # passages that decide whether the corpus is of a script without spaces

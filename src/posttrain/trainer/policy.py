@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from posttrain.packing import Batch
 from posttrain.trainer.attention import AttentionContext, PackedAttention, VarlenAttention, layout_of, use_varlen
 from posttrain.trainer.checks import check_policy
-from posttrain.trainer.fused import LogitsRule, fused_logprobs
+from posttrain.trainer.fused import LogitsRule, fused_logprobs, head_product
 from posttrain.trainer.loading import (
     ModelConfig,
     ModelError,
@@ -100,7 +100,8 @@ class Policy:
 
     def next_token_logits(self, hidden: Tensor) -> Tensor:
         """[.., V] float32 logits as the model itself would give them (before temperature)."""
-        return self.rule.apply(head_of(self.module)(hidden))
+        head = head_of(self.module)
+        return self.rule.apply(head_product(hidden, head.weight, head.bias))
 
     def checkpoint_activations(self) -> None:
         """Recomputes activations in the backward pass; transformers does so in train mode only (dropout is off)."""
