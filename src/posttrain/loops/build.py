@@ -4,6 +4,7 @@ loads."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,6 +30,8 @@ from posttrain.sampler.protocol import Sampler, SamplingParams
 from posttrain.task import Task
 from posttrain.trainer.loading import ModelError, check_directory, model_path
 from posttrain.trainer.policy import Policy
+
+log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +88,17 @@ def load_part(config: RLConfig, part: Literal["train", "eval"], renderer: Render
     tools = cache(lambda name: tools_of(name, config))
     tools(config.env.name)  # before the rows: an env that cannot be made is no fault of a row
     limit, key = prompt_limit(config)
-    return load_tasks(
+    tasks = load_tasks(
         config.data.model_copy(update={"max_prompt_tokens": limit}),
         part,
         measure=lambda task: len(renderer.prompt(task.prompt, tools(task.env or config.env.name))),
         check_ground_truth=unscorable if compares_answers(config.reward) else None,
         limit_key=key,
     )
+    for report in tasks.reports:
+        if report.invalid or report.overlong or report.notes:
+            log.warning("data.%s, %s", part, "\n".join(report.lines()))
+    return tasks
 
 
 def prompt_limit(config: RLConfig) -> tuple[int, str]:
