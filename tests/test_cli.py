@@ -165,6 +165,14 @@ def lay_out_bad_things(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
 
 
+def test_rows_that_are_dropped_on_request_are_counted_on_the_terminal(command: Command, tmp_path: Path) -> None:
+    lay_out_bad_things(tmp_path)
+    assert command("plan", "run.yaml").err == ""
+    planned = command("plan", "run.yaml", "data.train=no_answer.jsonl", "data.invalid=drop")
+    assert planned.code == 0
+    assert "data.train, no_answer: 1 tasks (2 rows read, 0 filtered out, 1 invalid dropped; " in planned.err
+
+
 def test_a_typing_error_in_a_file_is_told_with_its_line(command: Command, tmp_path: Path) -> None:
     (tmp_path / "typo.yaml").write_text((tmp_path / "run.yaml").read_text() + "smok: {run.steps: 1}\n")
     line = len((tmp_path / "typo.yaml").read_text().splitlines())
