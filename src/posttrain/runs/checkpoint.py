@@ -119,12 +119,6 @@ class CheckpointStore:
         found = best_of(self.all(), self.keep_best)
         return self._verified([] if found is None else [found])
 
-    def discard_after(self, step: int) -> None:
-        """Deletes the checkpoints of later steps, the latest first: for resuming from an earlier one."""
-        for checkpoint in reversed(self.all()):
-            if checkpoint.step > step:
-                remove_tree(checkpoint.path)
-
     def _check_newest(self, step: int) -> None:
         existing = self.all()
         if existing and existing[-1].step >= step:
