@@ -48,6 +48,7 @@ GRPO = (
     *SMALL,
     "eval.temperature=0.7",
     "batch.epochs=1",
+    "algorithm.measure_kl=false",
     "algorithm.dynamic_sampling={low: 0.45, high: 0.8, max_rounds: 2}",  # so that steps ask different numbers of tasks
 )
 PPO = (

@@ -112,7 +112,7 @@ def test_the_comparison_is_of_something(whole: dict[str, tuple[Path, Remains, fl
         ppo.checkpoint.keys()
     )
     named = " ".join(ppo.differences(grpo))
-    for part in ("metrics.jsonl", "model.safetensors", "state.json", "advantages"):
+    for part in ("metrics.jsonl", "model.safetensors", "state.json", "trajectories"):
         assert part in named
 
 
