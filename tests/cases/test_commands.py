@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
+import itertools
 import json
 import re
 import threading
@@ -14,7 +16,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from cases.parts import task
 from cli_runs import SMALL_RUN, Command, command_in, write_config
+from posttrain.rewards import score
+from posttrain.rewards.config import RewardConfig, load_reward
+from posttrain.task import Invalid
+from posttrain.trajectory import Episode, Segment, Source
 
 REWARDS = """
 import asyncio, math, os
@@ -225,3 +232,28 @@ def test_p20_p28_what_a_document_says_is_neither_an_answer_nor_a_call_nor_a_cont
     (file,) = (tmp_path / "r" / "trajectories").glob("*.parquet")
     texts = pq.read_table(file).column("text").to_pylist()
     assert any("<search>more</search>" in text for text in texts)
+
+
+def test_p55_code_that_never_gives_the_processor_back_is_killed_while_the_event_loop_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "spin.py").write_text("def spins(episode, task):\n    while True: pass\n")
+    reward = load_reward(RewardConfig(name=f"{tmp_path / 'spin.py'}:spins", seconds=0.5, workers=1))
+    beats: list[float] = []
+
+    async def heart() -> None:
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
+    async def judge() -> Any:
+        beating = asyncio.create_task(heart())
+        segments = (Segment(Source.PROMPT, "q"), Segment(Source.POLICY, "a"))
+        outcome = await score(reward, Episode(task_id="t", episode_id="e", segments=segments), task())
+        beating.cancel()
+        return outcome
+
+    outcome = asyncio.run(judge())
+    reward.close()
+    assert isinstance(outcome, Invalid)
+    assert outcome.reason == "reward_timeout"
+    assert len(beats) > 20
+    assert max(later - earlier for earlier, later in itertools.pairwise(beats)) < 0.4

@@ -1,5 +1,7 @@
 """Field cases about tokens: what was sampled is what trains, and what the env says is never anything else."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +120,22 @@ def test_p13_the_stop_id_is_kept_and_trains() -> None:
     assert episode_of(trajectory, rollout.renderer).policy_texts == ("yes", "no")
     conversation = [*task().prompt, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "And?"}]
     assert trajectory.token_ids[: trajectory.turns[2].start] == rollout.renderer.prompt(conversation)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+def test_p52_a_turn_that_ends_with_any_of_the_models_end_ids_is_not_cut_by_length(end: str, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(CHAT_TEMPLATE)
+    ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    tokenizer.name_or_path = str(tmp_path)
+    said = [*tokenizer.encode("yes", add_special_tokens=False), tokenizer.convert_tokens_to_ids(end)]
+    limits = Limits(max_turn_tokens=len(said))
+    rollout = spec([said, "no"], lambda task: Dialogue("And?"), tokenizer=tokenizer, limits=limits)
+    (trajectory,) = roll(rollout)
+    first = trajectory.turns[0]
+    assert first.stop_reason is StopReason.STOP_ID
+    assert trajectory.token_ids[first.start : first.end] == said
+    assert Source.INJECTED not in trajectory.source
 
 
 def test_p19_a_character_cut_in_the_middle_leaves_ids_alone_and_scorers_see_whole_characters() -> None:
