@@ -74,3 +74,13 @@ def test_half_precision_gradients_are_summed_in_float32() -> None:
     assert weight.grad is not None
     assert weight.grad.dtype is torch.bfloat16
     assert weight.grad.item() == 260.0  # one by one, 256 + 0.5 rounds back to 256
+
+
+def test_worker_threads_use_as_many_torch_threads_as_the_caller() -> None:
+    """A new thread would start with one per core, whatever the caller had set."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert list(in_threads(lambda _: torch.get_num_threads(), [0, 1], workers=2)) == [1, 1]
+    finally:
+        torch.set_num_threads(before)

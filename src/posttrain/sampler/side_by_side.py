@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from posttrain.sampler.engine import Engine
 from posttrain.sampler.requests import Request
+from posttrain.trainer.parallel import threads
 
 
 class SideBySide:
     """Steps engines and keeps everyone else's hands off them meanwhile. With one worker there are no threads at all."""
 
     def __init__(self, workers: int) -> None:
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="sampler") if workers > 1 else None
+        self._pool = threads(workers, "sampler") if workers > 1 else None
         self._running: list[Future[list[Request]]] = []
         self._later: list[Callable[[], None]] = []
 

@@ -45,6 +45,12 @@ def accumulate_gradients(
     return losses
 
 
+def threads(workers: int, name: str = "") -> ThreadPoolExecutor:
+    """A pool whose threads use as many torch threads as the caller: a new thread would start with one per core, and
+    matrix products on several such threads wait for each other's barriers (seen: 0.26 ms become 3 ms)."""
+    return ThreadPoolExecutor(workers, name, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
+
+
 def _wide(grad: Tensor) -> Tensor:
     return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
@@ -62,6 +68,6 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], *, workers
         with torch.set_grad_enabled(grad_mode):
             return work(item)
 
-    with ThreadPoolExecutor(workers) as pool:
+    with threads(workers) as pool:
         for start in range(0, len(items), workers):
             yield from pool.map(task, items[start : start + workers])
