@@ -76,7 +76,7 @@ class NativeSampler:
             raise ValueError(f"need 1 <= max_batch ({max_batch}) <= tokens_per_step ({tokens_per_step})")
         self.policy = policy
         self._stops = Stops(tokenizer)
-        self._vocabulary = policy.module.get_input_embeddings().num_embeddings
+        self._vocabulary = policy.module.get_input_embeddings().num_embeddings  # type: ignore[operator]
         self._truncation = truncation
         if workers < 1:
             raise ValueError(f"workers must be >= 1, got {workers}")
