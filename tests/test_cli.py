@@ -187,6 +187,29 @@ def test_every_problem_of_a_config_is_told_at_once(command: Command) -> None:
     assert all(key in said for key in ("run.steps", "batch.epochs", "env.name"))
 
 
+# ---------------------------------------------------------------- indexes
+
+
+def test_a_damaged_index_is_refused_by_whoever_opens_it(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "T\\nalpha beta"}\n')
+    assert "1 passages" in command("index", "corpus.jsonl", "idx").out
+    assert "idx exists already" in command("index", "corpus.jsonl", "idx").refused()
+    assert "gone.jsonl: no such file" in command("index", "gone.jsonl", "other").refused()
+    assert "empty must be one of error, drop, got 'keep'" in command(
+        "index", "corpus.jsonl", "other", "--empty", "keep"
+    ).refused()
+    assert not (tmp_path / "other").exists()
+    scores = tmp_path / "idx" / "data.npy"
+    scores.write_bytes(scores.read_bytes()[:-1] + b"x")
+    said = "idx/data.npy was changed since it was built .sha256 differs.; build the index again"
+    for arguments in (
+        ["rl", "run.yaml", "run.dir=r", "retrieval.corpus=null", "retrieval.corpus_options={}", "retrieval.index=idx"],
+        ["serve-search", "idx"],
+    ):
+        assert re.search(said, command(*arguments).refused())
+    assert not (tmp_path / "r").exists()
+
+
 # ---------------------------------------------------------------- run directories
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, cast, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -60,6 +60,8 @@ def iter_corpus(
     Raises `CorpusError` for a missing, damaged or empty file, a row without the columns above, a repeated id, and
     (unless `empty` is "drop") a passage without a word.
     """
+    if empty not in get_args(EmptyPolicy):
+        raise CorpusError(f"empty must be one of {', '.join(get_args(EmptyPolicy))}, got {empty!r}")
     path = Path(path)
     counts = CorpusCounts() if counts is None else counts
     seen: dict[str, int] = {}
