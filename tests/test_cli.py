@@ -195,9 +195,10 @@ def test_a_damaged_index_is_refused_by_whoever_opens_it(command: Command, tmp_pa
     assert "1 passages" in command("index", "corpus.jsonl", "idx").out
     assert "idx exists already" in command("index", "corpus.jsonl", "idx").refused()
     assert "gone.jsonl: no such file" in command("index", "gone.jsonl", "other").refused()
-    assert "empty must be one of error, drop, got 'keep'" in command(
-        "index", "corpus.jsonl", "other", "--empty", "keep"
-    ).refused()
+    assert (
+        "empty must be one of error, drop, got 'keep'"
+        in command("index", "corpus.jsonl", "other", "--empty", "keep").refused()
+    )
     assert not (tmp_path / "other").exists()
     scores = tmp_path / "idx" / "data.npy"
     scores.write_bytes(scores.read_bytes()[:-1] + b"x")
