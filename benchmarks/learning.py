@@ -221,7 +221,8 @@ def main() -> int:
     for combination in [] if options.table else combinations(curated=options.curated, part=options.slice):
         if combination in done or options.only not in "/".join(combination):
             continue
-        results.append(learn(combination))
+        first = learn(combination)
+        results.append(first if first.learnt else learn(combination, seed=1))  # a second try, with another start
         print(results[-1], flush=True)
         if options.json is not None:
             options.json.write_text(json.dumps([asdict(r) for r in results], indent=0))

@@ -34,7 +34,14 @@ TESTS = ROOT / "tests" / "algorithms"
 PACKAGE = "posttrain.algorithms"
 SECONDS = 120  # a mutant that runs longer than this is caught: it hangs
 OWN_TESTS = {"groups": "advantages", "filtering": "shaping"}  # the others have a test file of their own name
-NOT_OF_THE_MATHS = ("test_mutations.py", "test_ranks.py", "test_trl.py", "test_tables.py", "test_learning.py", "test_docs.py")
+NOT_OF_THE_MATHS = (
+    "test_mutations.py",
+    "test_ranks.py",
+    "test_trl.py",
+    "test_tables.py",
+    "test_learning.py",
+    "test_docs.py",
+)
 CAUGHT, SURVIVED, HUNG, UNUSABLE = "caught", "survived", "hung", "unusable"
 
 
@@ -252,7 +259,7 @@ FAULTS = (
     Fault("shaping", "self.mean + distance * count / total", "mean"),
     Fault("shaping", "(self.squares / (self.count - 1))", "(self.squares / self.count)"),
     Fault("shaping", "(size - 1).clamp(min=1)).sqrt() + eps", "size).sqrt() + eps"),
-    Fault("shaping", "differs(episodes, tol), 1 / std, 1.0", "differs(episodes, tol), std, 1.0"),
+    Fault("shaping", "differs(episodes), 1 / std, 1.0", "differs(episodes), std, 1.0"),
     Fault("shaping", "-mean * scale if centre", "-mean if centre"),
     Fault("shaping", "if centre else torch.zeros_like(mean)", "if not centre else torch.zeros_like(mean)"),
     # dynamic sampling
