@@ -23,7 +23,7 @@ from benchmarks.step import Peer, facts, held
 from benchmarks.tiny import write_tiny
 from benchmarks.work import VOCABULARY, WORKS
 
-from posttrain.sampler.native import NativeSampler, workers_for
+from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.trainer.policy import Policy
 
@@ -35,7 +35,7 @@ EPISODES, TURNS, OBSERVATION = 64, 4, 50
 def sampler_of(folder: Path) -> NativeSampler:
     torch.set_num_threads(1)
     policy = Policy.load(folder, device="cpu", dtype="float32")
-    return NativeSampler(policy, workers=workers_for(policy.device))
+    return NativeSampler(policy)
 
 
 def ids(rng: random.Random, count: int) -> list[int]:

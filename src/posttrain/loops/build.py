@@ -25,7 +25,7 @@ from posttrain.rewards import Reward
 from posttrain.rewards.config import RewardConfig, load_rewards
 from posttrain.rewards.normalize import normalize_answer
 from posttrain.rollout import RolloutSpec
-from posttrain.sampler.native import NativeSampler, workers_for
+from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampler, SamplingParams
 from posttrain.task import Task
 from posttrain.trainer.loading import ModelError, check_directory, model_path
@@ -216,7 +216,7 @@ def make_spec(config: RLConfig, parts: Stage, sampler: Sampler, params: Sampling
 
 def make_sampler(policy: Policy, parts: Stage) -> NativeSampler:
     """One sampler for training and evaluation. It truncates when asked to; the config refuses that for training."""
-    return NativeSampler(policy, parts.tokenizer, truncation="allow", workers=workers_for(policy.device))
+    return NativeSampler(policy, parts.tokenizer, truncation="allow")
 
 
 def training_params(config: RLConfig) -> SamplingParams:

@@ -20,7 +20,6 @@ they step, the event loop goes on; what it asks of the engines meanwhile is done
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ from posttrain.trainer.policy import Policy
 SETTLE_TURNS = 64  # at most so many turns of the event loop between two forwards
 QUIET_TURNS = 16  # on a loop that does not show its queue: so many turns without a new request
 CPU_KV_GIB = 2.0
-CPU_WORKERS = 4  # at most: a batch divided further is too small for its matrix products
 CUDA_KV_SHARE = 0.25  # of the memory that is free when the sampler is made
 
 
@@ -235,13 +233,6 @@ class NativeSampler:
             failure = SamplerError(f"sampling failed: {error}")
             failure.__cause__ = error
             caller.future.set_exception(failure)
-
-
-def workers_for(device: torch.device) -> int:
-    """Engines that are worth running side by side: one per core where torch works with one thread, else one."""
-    if device.type != "cpu" or torch.get_num_threads() > 1:
-        return 1
-    return min(os.cpu_count() or 1, CPU_WORKERS)
 
 
 def _kv_bytes(gib: float | None, device: torch.device) -> int:
