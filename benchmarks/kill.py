@@ -2,9 +2,9 @@
 
     python benchmarks/kill.py --kills 200
 
-Half of the kills hit GRPO runs, half PPO runs with a critic, at random times; then one run of each is killed at every
-kind of moment that `tests/invariants/killing.py` knows. Ends with a table (or `--json`); exit status 1 when any run
-ended differently.
+Half of the kills hit GRPO runs, half PPO runs with a critic, both at once and at random times; then one run of each is
+killed at every kind of moment that `tests/invariants/killing.py` knows. Ends with a table (or `--json`); exit status 1
+when any run ended differently.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,11 +65,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        reports = [
-            report(name, *kill_often(Path(folder) / name, name, kills=-(-args.kills // len(CONFIGS)), seed=args.seed))
-            for name in CONFIGS
-        ]
+    each = -(-args.kills // len(CONFIGS))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(CONFIGS)) as pool:
+        jobs = {
+            name: pool.submit(kill_often, Path(folder) / name, name, kills=each, seed=args.seed) for name in CONFIGS
+        }
+        reports = [report(name, *job.result()) for name, job in jobs.items()]
     seconds = time.monotonic() - started
     if args.json:
         print(json.dumps({"seconds": round(seconds), "cores": os.cpu_count(), "configs": reports}))
