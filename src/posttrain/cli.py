@@ -151,12 +151,15 @@ def import_gguf_file(
     source: Annotated[str, typer.Argument(help="A .gguf file, or an installed package that assembles one.")],
     out: Annotated[Path, typer.Argument(help="The model directory to write.")],
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for half the disk.")] = "float32",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A directory with the tokenizer, instead of the file's.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Unpack a GGUF model into a directory that can be trained: safetensors and tokenizer, checked by loading them."""
     from posttrain.trainer.gguf import import_gguf
 
-    done = import_gguf(source, out, dtype=dtype)  # type: ignore[arg-type]
+    done = import_gguf(source, out, dtype=dtype, tokenizer=tokenizer)  # type: ignore[arg-type]
     _show(as_json, done.as_dict(), done.render())
 
 

@@ -253,3 +253,31 @@ def test_the_extra_is_named_when_it_is_missing(file, tmp_path, monkeypatch):
 def test_an_unknown_dtype(file, tmp_path):
     with pytest.raises(GgufError, match="float32, bfloat16"):
         import_gguf(str(file), tmp_path / "out", dtype="int4")
+
+
+def test_a_transformers_that_misreads_tokenizers_is_refused(file, tmp_path, monkeypatch):
+    """Case: 5.17 split "When" into four tokens; the weights were right, and every log-prob wrong."""
+    monkeypatch.setattr(importer.transformers, "__version__", "5.17.0")
+    with pytest.raises(GgufError, match=r"5\.17\.0 misreads the tokenizers.*or give the model's tokenizer"):
+        import_gguf(str(file), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tokenizer_may_come_from_a_directory(file, imported, tmp_path, monkeypatch):
+    monkeypatch.setattr(importer.transformers, "__version__", "5.17.0")
+    done = import_gguf(str(file), tmp_path / "out", tokenizer=str(imported.directory))
+    assert AutoTokenizer.from_pretrained(done.directory).encode("abc") == [1, *done_ids(imported, "abc")]
+
+
+def done_ids(imported: importer.Imported, text: str) -> list[int]:
+    return AutoTokenizer.from_pretrained(imported.directory).encode(text, add_special_tokens=False)
+
+
+def test_a_tokenizer_that_is_not_there_or_of_another_model(file, imported, tmp_path):
+    with pytest.raises(GgufError, match="no tokenizer at"):
+        import_gguf(str(file), tmp_path / "out", tokenizer=str(tmp_path / "absent"))
+    tokenizer = AutoTokenizer.from_pretrained(imported.directory)
+    tokenizer.add_tokens([f"more{i}" for i in range(5)])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    with pytest.raises(GgufError, match="another model's"):
+        import_gguf(str(file), tmp_path / "out", tokenizer=str(tmp_path / "larger"))

@@ -30,6 +30,7 @@ from posttrain.trainer.policy import Policy
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+TOKENIZER_SINCE = (5, 19)  # transformers that read the file's tokenizer right
 TOKENIZER_BYTES = 64 << 20  # on disk, for the largest vocabularies
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # packed against transformers' own forward, per token
 CHECK_TEXT = (
@@ -114,9 +115,16 @@ class Imported:
         return "\n".join(lines)
 
 
-def import_gguf(source: str, target: Path, *, dtype: Literal["float32", "bfloat16"] = "float32") -> Imported:
+def import_gguf(
+    source: str,
+    target: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    tokenizer: str | None = None,
+) -> Imported:
     """Converts `source`, a .gguf file or an installed package that assembles one, into the new directory `target`.
 
+    tokenizer: a directory that holds the model's tokenizer, to be taken instead of the one in the file.
     Raises GgufError; then nothing is left behind.
     """
     if dtype not in DTYPES:
@@ -124,6 +132,8 @@ def import_gguf(source: str, target: Path, *, dtype: Literal["float32", "bfloat1
     if target.exists():
         raise GgufError(f"{target} exists already; remove it, or choose another directory")
     _need_extra()
+    if tokenizer is None:
+        _need_transformers()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         file = _find(source, Path(scratch))
@@ -131,7 +141,8 @@ def import_gguf(source: str, target: Path, *, dtype: Literal["float32", "bfloat1
         needed = header.parameters * DTYPES[dtype].itemsize + TOKENIZER_BYTES
         _need_room(needed, target.parent, "the unpacked model")
         done = Path(scratch) / "model"
-        expected, ids = _convert(file, header, done, dtype)
+        words = _file_tokenizer(file, header) if tokenizer is None else _given_tokenizer(tokenizer, header)
+        expected, ids = _convert(file, done, dtype, words)
         max_gap, perplexity = _check(done, ids, expected, dtype)
         written = sum(path.stat().st_size for path in done.iterdir())
         done.rename(target)
@@ -153,6 +164,16 @@ def _need_extra() -> None:
     for name in ("gguf", "accelerate"):  # transformers wants both for this format
         if importlib.util.find_spec(name) is None:
             raise GgufError(f"reading GGUF files needs the package {name}: pip install 'posttrain[gguf]'")
+
+
+def _need_transformers() -> None:
+    """Older ones lose the order of merges: 'When' became four tokens with 5.17."""
+    version = transformers.__version__
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < TOKENIZER_SINCE:
+        raise GgufError(
+            f"transformers {version} misreads the tokenizers of GGUF files; pip install 'posttrain[gguf]' (which needs "
+            f"{'.'.join(map(str, TOKENIZER_SINCE))}), or give the model's tokenizer as a directory"
+        )
 
 
 def _need_room(needed: int, place: Path, what: str) -> None:
@@ -266,15 +287,45 @@ class _Reader:
 # -- conversion and check -----------------------------------------------------------------------------------------
 
 
-def _convert(file: Path, header: Header, target: Path, dtype: str) -> tuple[torch.Tensor, list[int]]:
-    """Writes the directory; returns (log-probs [L] of the check text by transformers' own forward, its ids [L])."""
+def _file_tokenizer(file: Path, header: Header) -> Any:
     try:
-        tokenizer, module, info = _read(file, DTYPES[dtype])
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     except (ValueError, NotImplementedError, KeyError) as error:
-        raise GgufError(f"transformers {transformers.__version__} cannot read {file.name}: {error}") from error
+        raise _unread(file, error) from error
     if header.fields.get("tokenizer.ggml.add_bos_token"):
         _begin_with_bos(tokenizer)
+    return tokenizer
+
+
+def _given_tokenizer(place: str, header: Header) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise GgufError(f"no tokenizer at {place}: {error}") from error
+    size = header.fields.get("tokenizer.ggml.tokens", len(tokenizer))
+    if len(tokenizer) > size:
+        raise GgufError(
+            f"the tokenizer at {place} has {len(tokenizer):,} tokens and the model {size:,}: another model's?"
+        )
+    return tokenizer
+
+
+def _unread(file: Path, error: Exception) -> GgufError:
+    return GgufError(f"transformers {transformers.__version__} cannot read {file.name}: {error}")
+
+
+def _convert(file: Path, target: Path, dtype: str, tokenizer: Any) -> tuple[torch.Tensor, list[int]]:
+    """Writes the directory; returns (log-probs [L] of the check text by transformers' own forward, its ids [L])."""
     ids = tokenizer.encode(CHECK_TEXT)
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": "eager", "output_loading_info": True}
+    if hasattr(transformers, "GgufConfig"):  # newer transformers would keep the weights packed
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    auto: Any = AutoModelForCausalLM
+    try:
+        with no_progress_bars():
+            module, info = auto.from_pretrained(str(file.parent), gguf_file=file.name, **options)
+    except (ValueError, NotImplementedError, KeyError) as error:
+        raise _unread(file, error) from error
     if info["missing_keys"]:
         raise GgufError(f"{file.name} lacks weights that its architecture needs: {sorted(info['missing_keys'])[:5]}")
     with torch.no_grad():
@@ -283,18 +334,6 @@ def _convert(file: Path, header: Header, target: Path, dtype: str) -> tuple[torc
         module.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return expected, ids
-
-
-def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """(tokenizer, module, loading info)"""
-    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
-    if hasattr(transformers, "GgufConfig"):  # newer transformers would keep the weights packed
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    auto: Any = AutoModelForCausalLM
-    with no_progress_bars():
-        module, info = auto.from_pretrained(str(file.parent), gguf_file=file.name, **options)
-    return tokenizer, module, info
 
 
 def _begin_with_bos(tokenizer: Any) -> None:
