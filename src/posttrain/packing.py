@@ -44,7 +44,7 @@ class Batch:
 
     def of_segment(self, values: Tensor) -> list[int]:
         """[S] the value at each segment's first token of a [T] tensor that is constant within segments."""
-        return [int(values[start]) for start in _starts(self.lengths)[:-1]]
+        return values[torch.tensor(_starts(self.lengths)[:-1])].tolist()
 
     def tokens_of(self, segments: Sequence[int]) -> Tensor:
         """[sum of lengths] positions in the batch of the tokens of the given segments, in the given order."""

@@ -13,16 +13,19 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from posttrain.sampler.cached_attention import CachedAttention, Chunk, ShapeProbe
+from posttrain.sampler.decode_ahead import Columns, DecodeAhead
 from posttrain.sampler.draw import draw
 from posttrain.sampler.kv_cache import KVCache, LayerShape
 from posttrain.sampler.randomness import uniforms
 from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, draw_settings, ends
 from posttrain.sampler.slots import Move, Slot, SlotTable, common_prefix
+from posttrain.trainer.attention import has_plain_scores
 from posttrain.trainer.policy import Policy
 
 SHARE_AT_LEAST = 16  # tokens: shorter common prefixes are computed again rather than copied or waited for
@@ -53,6 +56,8 @@ class Engine:
         self.stats = SamplerStats()
         self.cache = KVCache(_layer_shapes(policy), policy.device)
         self._version = policy.version
+        self._ahead = _decode_ahead(policy, self.cache, limits.max_batch)
+        self._may_admit = False  # whether anything happened that could let a waiting request in
 
     # -- what the sampler calls ---------------------------------------------------------------------------------------
 
@@ -71,6 +76,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
+        self._may_admit = True
 
     def cancel(self, request: Request) -> None:
         """Drops a request at any time; its row is free at once."""
@@ -86,20 +92,28 @@ class Engine:
                 request.session = None
 
     def reset(self) -> None:
-        """Forgets every request and every cached token, and gives the memory back."""
+        """Forgets every request and every cached token, and gives the memory back unless graphs know its address."""
         self.waiting.clear()
         self.active.clear()
         self.slots = SlotTable()
-        self.cache.drop()
+        if self._ahead is None:
+            self.cache.drop()
+        else:
+            self._ahead.abandon()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One forward. Returns the requests that finished, their `result` set. No-op without work."""
+        if self._ahead is not None and self._ahead.in_air:
+            return self._fly(self._ahead)
         self._notice_new_weights()
         self._admit()
         if not self.active:
             return []
         self._make_room_to_grow()
+        if self._ahead is not None and self._all_decode():
+            self._ahead.take_off(self.active, [(r.slot.row, 0) for r in self.active])  # type: ignore[union-attr]
+            return []
         self._apply(self.slots.gather_busy(slack=len(self.active) // 8))
         step = self._plan()
         hidden = self._forward(step)
@@ -113,6 +127,35 @@ class Engine:
         finished = self._sample(sampling, hidden[index])
         for request in finished:
             self._retire(request)
+        return finished
+
+    # -- decoding ahead (CUDA graphs) ---------------------------------------------------------------------------------
+
+    def _all_plain(self) -> bool:
+        return all(r.params.top_p == 1 and not r.params.top_k for r in self.active)
+
+    def _all_decode(self) -> bool:
+        return self._all_plain() and all(r.missing == 1 for r in self.active)
+
+    def _fly(self, ahead: DecodeAhead) -> list[Request]:
+        """Reads one step; launches the next one first unless something has to be done on the ground."""
+        changed = self.policy.version != self._version
+        landing = ahead.must_land or changed or (bool(self.waiting) and self._may_admit)
+        finished: list[Request] = []
+        for landed in ahead.land() if landing else ahead.advance():
+            request = landed.request
+            if request.slot is None:
+                continue  # it ended, or was cancelled, while this step was in the air
+            request.slot.cached = len(request.ids)
+            self.stats.tokens_forwarded += 1
+            self.stats.tokens_generated += 1
+            if self._book(request, landed.token, landed.logprob):
+                finished.append(request)
+        self.stats.steps += 1
+        for request in finished:
+            self._retire(request)
+        if not self.active:
+            ahead.abandon()  # nobody in it is still running
         return finished
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -146,6 +189,7 @@ class Engine:
         A request whose long prefix is being prefilled right now waits one step and then copies it; one with the very
         same ids joins at once and shares the last logits.
         """
+        self._may_admit = False
         if not self.waiting:
             return
         room = self.limits.tokens_per_step - sum(r.missing for r in self.active)
@@ -191,7 +235,9 @@ class Engine:
         """A row with the first `shared` tokens cached; None when there is no row or no memory just now."""
         if start is not None:
             self.slots.touch(start)  # the last to go, should memory have to be made
-        if not self._reserve(len(request.ids) + 1, busy=len(self.active) + 1):
+        busy = len(self.active) + 1
+        whole = self._ahead is not None and self._reserve(request.limit + 1, busy=busy)  # graphs outlive no allocation
+        if not whole and not self._reserve(len(request.ids) + 1, busy=busy):
             return None
         limit = self._row_limit(self.cache.capacity)
         if start is not None and start.cached >= shared and self.slots.owns(start):
@@ -239,7 +285,8 @@ class Engine:
     def _reserve_rows(self) -> None:
         if len(self.slots) > self.cache.rows:
             limit = self._row_limit(self.cache.capacity)
-            self.cache.reserve(min(limit, max(len(self.slots), self.cache.rows * 3 // 2, 8)), self.cache.capacity)
+            least = self.limits.max_batch if self._ahead is not None else 8
+            self.cache.reserve(min(limit, max(len(self.slots), self.cache.rows * 3 // 2, least)), self.cache.capacity)
 
     def _make_room_to_grow(self) -> None:
         """Running requests need one more token of capacity; when memory is out, the newest is put back."""
@@ -260,6 +307,8 @@ class Engine:
     def _plan(self) -> _Step:
         own = [r for r in self.active if r.forked_from is None]
         decode = sorted((r for r in own if r.missing == 1), key=lambda r: r.slot.row)  # type: ignore[union-attr]
+        if self._ahead is not None and len(decode) < len(own) and self._all_plain():
+            decode = [r for r in decode if not r.generated]  # prompts first; then everything is decoded ahead
         room = self.limits.tokens_per_step - len(decode)
         prefill: list[tuple[Request, int]] = []
         for request in own:
@@ -332,22 +381,27 @@ class Engine:
             logits, uniforms(counters[0], counters[1]), draw_settings(requests, logits.shape[-1], device)
         )
         drawn, values = torch.stack([ids.double(), logprobs.double()]).tolist()
-        if any(map(math.isnan, values)):
-            raise SamplerError(
-                f"the policy (version {self._version}) gives logits that are not finite; its weights are broken"
-            )
         finished: list[Request] = []
         for request, token, logprob in zip(requests, drawn, values, strict=True):
-            request.ids.append(int(token))
-            request.logprobs.append(logprob)
-            request.versions.append(self._version)
-            if ends(request):
+            if self._book(request, int(token), logprob):
                 finished.append(request)
         self.stats.tokens_generated += len(requests)
         self.stats.tokens_truncated_draw += sum(r.params.top_p < 1 or r.params.top_k > 0 for r in requests)
         return finished
 
+    def _book(self, request: Request, token: int, logprob: float) -> bool:
+        """The request's next token; whether it was the last one."""
+        if math.isnan(logprob):
+            raise SamplerError(
+                f"the policy (version {self._version}) gives logits that are not finite; its weights are broken"
+            )
+        request.ids.append(token)
+        request.logprobs.append(logprob)
+        request.versions.append(self._version)
+        return ends(request)
+
     def _retire(self, request: Request) -> None:
+        self._may_admit = True
         self.active.remove(request)
         assert request.slot is not None
         self.slots.leave(request.slot)
@@ -362,6 +416,16 @@ def _layer_shapes(policy: Policy) -> dict[int, LayerShape]:
     zero = torch.zeros(1, dtype=torch.long, device=policy.device)
     policy.hidden_states(zero, zero, probe)
     return probe.shapes
+
+
+def _decode_ahead(policy: Policy, cache: KVCache, max_batch: int) -> DecodeAhead | None:
+    """None where steps are taken one by one: on a CPU, without Triton, for attention that the kernel does not do."""
+    if cache.device.type != "cuda" or find_spec("triton") is None or not has_plain_scores(policy.module):
+        return None
+    from posttrain.sampler.cuda_graphs import CudaGraphs  # Triton comes with torch's builds for CUDA only
+
+    columns = Columns.of(max_batch, cache.device)
+    return DecodeAhead(cache, columns, CudaGraphs(policy, cache, columns))
 
 
 def _rounded(tokens: int) -> int:

@@ -35,6 +35,7 @@ class KVCache:
         self.device = device
         self.rows = 0
         self.capacity = 0
+        self.generation = 0  # counts allocations: whoever remembers an address asks whether it still holds
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> K [rows, heads, capacity, key_dim], V
 
     @property
@@ -54,6 +55,7 @@ class KVCache:
             )
             self._layers[layer] = (keys, values)
         self.rows, self.capacity = rows, capacity
+        self.generation += 1
 
     def _grown(self, old: Tensor | None, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
         new = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -91,3 +93,4 @@ class KVCache:
         """Gives the memory back."""
         self._layers.clear()
         self.rows = self.capacity = 0
+        self.generation += 1

@@ -37,6 +37,7 @@ from posttrain.trainer.policy import Policy
 SETTLE_TURNS = 64  # at most so many turns of the event loop between two forwards
 QUIET_TURNS = 16  # on a loop that does not show its queue: so many turns without a new request
 CPU_KV_GIB = 2.0
+TOKENS_PER_STEP = {"cpu": 4096, "cuda": 16384}
 CUDA_KV_SHARE = 0.25  # of the memory that is free when the sampler is made
 
 
@@ -65,11 +66,13 @@ class NativeSampler:
         tokenizer: Any | None = None,
         *,
         max_batch: int = 256,
-        tokens_per_step: int = 4096,
+        tokens_per_step: int | None = None,
         kv_gib: float | None = None,
         workers: int = 1,
         truncation: Literal["refuse", "allow"] = "refuse",
     ) -> None:
+        if tokens_per_step is None:
+            tokens_per_step = TOKENS_PER_STEP[policy.device.type]
         if max_batch < 1 or tokens_per_step < max_batch:
             raise ValueError(f"need 1 <= max_batch ({max_batch}) <= tokens_per_step ({tokens_per_step})")
         self.policy = policy

@@ -117,11 +117,8 @@ class Layout:
     row_of_token: Tensor  # [T] long
 
 
-def layout_of(lengths: Sequence[int], device: torch.device, *, pad: bool = True) -> Layout:
-    """Buckets of near-equal lengths, longest first; with `pad=False` the rows are the tokens (for varlen kernels)."""
-    if not pad:
-        identity = torch.arange(sum(lengths), device=device)
-        return Layout((), identity, identity)
+def layout_of(lengths: Sequence[int], device: torch.device) -> Layout:
+    """Buckets of near-equal lengths, longest first."""
     order = sorted(range(len(lengths)), key=lambda s: -lengths[s])
     length = torch.tensor([lengths[s] for s in order])
     start = torch.tensor(lengths).cumsum(0)[order] - length  # first token of each segment, in bucket order
@@ -202,45 +199,39 @@ class PackedAttention:
         return self._masks[length, window]
 
 
-@dataclass(slots=True)
-class VarlenAttention:
-    """The same through torch's FlashAttention on packed rows: CUDA, half precision, head size <= 256."""
-
-    lengths: Sequence[int]
-    ends: Tensor  # [S + 1] int32 cumulative lengths, on the device
-
-    def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        if varlen_attn is None or softcap is not None or sinks is not None:
-            raise NotImplementedError("varlen attention lacks soft caps and sinks; use_varlen tells when to use it")
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
-        if not VARLEN_TAKES_GQA and q.shape[1] != k.shape[1]:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        longest = max(self.lengths)
-        out = varlen_attn(q, k, v, self.ends, self.ends, longest, longest, scale=scaling, window_size=window, **options)
-        return out[None]  # type: ignore[index]
+def packed_flash_attention(
+    qkv: tuple[Tensor, Tensor, Tensor],  # [Tq, H, D], [Tk, Hkv, D], [Tk, Hkv, Dv]
+    ends: tuple[Tensor, Tensor],  # [S + 1] int32 cumulative lengths of queries and of keys, on the device
+    longest: tuple[int, int],
+    *,
+    scaling: float,
+    window: int | None,
+) -> Tensor:  # [Tq, H, Dv]
+    """Causal, S sequences one after another, the queries of each aligned with the end of its keys: torch's
+    FlashAttention on packed rows (CUDA, half precision, head size <= 256)."""
+    if varlen_attn is None:
+        raise NotImplementedError("this torch has no varlen_attn; use_varlen tells when to use it")
+    q, k, v = qkv
+    options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
+    if not VARLEN_TAKES_GQA and q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    left = -1 if window is None else window - 1
+    return varlen_attn(q, k, v, *ends, *longest, scale=scaling, window_size=(left, 0), **options)  # type: ignore[return-value]
 
 
 def use_varlen(device: torch.device, dtype: torch.dtype, module: nn.Module) -> bool:
-    """Whether `VarlenAttention` can serve this model: else length buckets do."""
+    """Whether `packed_flash_attention` can serve this model: else length buckets do."""
     if varlen_attn is None or device.type != "cuda" or dtype not in {torch.bfloat16, torch.float16}:
         return False
     config: Any = module.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim <= 256 and has_plain_scores(module)
+
+
+def has_plain_scores(module: nn.Module) -> bool:
+    """Whether attention is softmax(scaling * Q K^T) V and nothing else: no soft caps (Gemma-2), no sinks (gpt-oss)."""
     has_sinks = any(name.endswith("sinks") for name, _ in module.named_parameters())
-    return head_dim <= 256 and getattr(config, "attn_logit_softcapping", None) is None and not has_sinks
+    return getattr(module.config, "attn_logit_softcapping", None) is None and not has_sinks
 
 
 def exact_attention(

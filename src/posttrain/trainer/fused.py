@@ -11,13 +11,14 @@ backward pass. Sums are in float32 whatever the dtype of the model. Not here: wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 LOGITS_PER_CHUNK = 1 << 24  # 64 MiB of float32 logits; a chunk has at least one position
-LOGITS_PER_CUDA_CHUNK = 1 << 27  # there every chunk passes once over a gradient of the size of the head
+LOGITS_PER_CUDA_CHUNK = 1 << 28  # there every chunk passes once over a gradient of the size of the head
 VOCABULARY_BLOCK = 1024  # on a CPU: this many rows of the head stay in a core's cache while they meet all positions
 
 
@@ -53,8 +54,18 @@ def fused_logprobs(
         logits_per_chunk = LOGITS_PER_CUDA_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK
     rows = max(1, logits_per_chunk // weight.shape[0])
     scaling = Scaling(temperature, rule or LogitsRule(), rows)
-    logprobs, entropy = FusedLogprobs.apply(hidden, weight, bias, targets, scaling, with_entropy)  # type: ignore[misc]
+    function = _function(hidden.device)
+    logprobs, entropy = function.apply(hidden, weight, bias, targets, scaling, with_entropy)  # type: ignore[misc]
     return logprobs, entropy if with_entropy else None
+
+
+def _function(device: torch.device) -> type[torch.autograd.Function]:
+    """Triton's kernels where they run; they come with torch's builds for CUDA only."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return FusedLogprobs
+    from posttrain.trainer.cuda_logprobs import CudaLogprobs
+
+    return CudaLogprobs
 
 
 def head_product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -67,7 +78,7 @@ def head_product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     if hidden.device.type != "cpu" or size < 16 * VOCABULARY_BLOCK or torch.is_grad_enabled():
         return torch.nn.functional.linear(hidden, weight, bias)
     out = hidden.new_empty(*hidden.shape[:-1], size)
-    for s in _chunks(size, VOCABULARY_BLOCK):
+    for s in chunks(size, VOCABULARY_BLOCK):
         out[..., s] = torch.nn.functional.linear(hidden, weight[s], None if bias is None else bias[s])
     return out
 
@@ -92,7 +103,7 @@ class FusedLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
-        for s in _chunks(hidden.shape[0], scaling.rows):
+        for s in chunks(hidden.shape[0], scaling.rows):
             z, _ = _scaled_logits(hidden[s], weight, bias, scaling)
             lse = z.logsumexp(-1)
             logprobs[s] = z.gather(-1, targets[s, None])[:, 0] - lse
@@ -107,14 +118,14 @@ class FusedLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if ctx.needs_input_grad[2] else None
-        for s in _chunks(hidden.shape[0], ctx.scaling.rows):
+        for s in chunks(hidden.shape[0], ctx.scaling.rows):
             z, derivative = _scaled_logits(hidden[s], weight, bias, ctx.scaling)
             d_z = _d_logits(z, targets[s], _part(grad_logprobs, s), _part(grad_entropy, s))
             d_z = d_z.mul_(derivative).to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[s] = d_z @ weight
             if d_weight is not None:
-                _add_product(d_weight, d_z.T, hidden[s])
+                add_product(d_weight, d_z.T, hidden[s])
             if d_bias is not None:
                 d_bias += d_z.sum(0)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
@@ -122,10 +133,12 @@ class FusedLogprobs(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, without a second matrix of that size where the dtypes allow it."""
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without a second matrix of that size where the dtypes or the device allow it."""
     if total.dtype == a.dtype == b.dtype:
         total.addmm_(a, b)
+    elif total.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
 
@@ -134,7 +147,7 @@ def _part(grad: Tensor | None, part: slice) -> Tensor | None:
     return None if grad is None else grad[part]
 
 
-def _chunks(count: int, rows: int) -> list[slice]:
+def chunks(count: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 

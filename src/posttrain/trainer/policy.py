@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.packing import Batch
-from posttrain.trainer.attention import AttentionContext, PackedAttention, VarlenAttention, layout_of, use_varlen
+from posttrain.trainer.attention import AttentionContext, PackedAttention, layout_of, use_varlen
 from posttrain.trainer.checks import check_policy
+from posttrain.trainer.compiling import compile_layers
 from posttrain.trainer.fused import LogitsRule, fused_logprobs, head_product
 from posttrain.trainer.loading import (
     ModelConfig,
@@ -27,6 +28,7 @@ from posttrain.trainer.loading import (
     pick_dtype,
 )
 from posttrain.trainer.prefix import SharedPrefixAttention, shared_layout, use_shared
+from posttrain.trainer.prefix_varlen import VarlenAttention, varlen_layout
 
 
 class Policy:
@@ -58,6 +60,8 @@ class Policy:
         policy = cls.load(config.path, config.device, config.dtype, version=version)
         if config.gradient_checkpointing:
             policy.checkpoint_activations()
+        if config.compile == "on" or (config.compile == "auto" and policy.device.type == "cuda"):
+            compile_layers(policy.module)
         return policy
 
     @classmethod
@@ -153,9 +157,8 @@ def packed_hidden_states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     if layout is not None:
         context: AttentionContext = SharedPrefixAttention.of(layout)
     elif use_varlen(model.device, model.dtype, model.module):
-        layout = layout_of(batch.lengths, model.device, pad=False)
-        ends = torch.tensor([0, *batch.lengths], device=model.device).cumsum(0).to(torch.int32)
-        context = VarlenAttention(batch.lengths, ends)
+        layout = varlen_layout(batch, model.device)
+        context = VarlenAttention(layout)
     else:
         layout = layout_of(batch.lengths, model.device)
         context = PackedAttention(layout)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.packing import Batch, Family, families_of
-from posttrain.trainer.attention import Bucket, Layout, PackedAttention, layout_of
+from posttrain.trainer.attention import Bucket, Layout, PackedAttention, has_plain_scores, layout_of
 from posttrain.trainer.causal import causal_attention
 
 CPU = torch.device("cpu")
@@ -42,9 +42,7 @@ class SharedLayout:
 
 def use_shared(device: torch.device, dtype: torch.dtype, module: nn.Module) -> bool:
     """Whether `SharedPrefixAttention` can serve this model: else every segment is computed whole."""
-    plain_scores = getattr(module.config, "attn_logit_softcapping", None) is None  # type: ignore[union-attr]
-    has_sinks = any(name.endswith("sinks") for name, _ in module.named_parameters())
-    return device.type == "cpu" and dtype in {torch.float32, torch.float64} and plain_scores and not has_sinks
+    return device.type == "cpu" and dtype in {torch.float32, torch.float64} and has_plain_scores(module)
 
 
 def shared_layout(batch: Batch, device: torch.device) -> SharedLayout | None:

@@ -1,0 +1,164 @@
+"""Decoding on a device that must not wait for the host: every step is launched before the last one has been read.
+
+All that a step needs stands on the device, and a step leaves its token where the next one finds it. So step k + 1 is
+launched, then step k is read; a sequence that ended in step k has been decoded once more, which nobody reads.
+
+    take_off -> in the air: advance, advance, ... -> land           (load columns; launch and read; read the last)
+
+How a step is done is `Steps`' business (`cuda_graphs.py`); who ends and who joins is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.sampler.kv_cache import KVCache
+from posttrain.sampler.requests import Request
+
+ROW, LEADER, SHARED, POSITION, TOKEN, STREAM, NUMBER = range(7)  # rows of the state, a column per sequence
+COARSE = 16  # batches of more sequences than this are padded to a multiple of it
+
+
+def bucket_of(count: int) -> int:
+    """The batch size that serves `count` sequences; at least 2, for 1 is a special case to compilers."""
+    if count > COARSE:
+        return -(-count // COARSE) * COARSE
+    return max(2, 1 << (count - 1).bit_length())
+
+
+class Step(Protocol):
+    """A launched step."""
+
+    def read(self) -> list[list[float]]:
+        """[2][B] tokens and log-probs; waits for them."""
+        ...
+
+
+class Steps(Protocol):
+    """One step of the first `size` columns: forward, draw, and the state moved on by a token."""
+
+    def launch(self, size: int) -> Step: ...
+
+    def forget(self) -> None:
+        """The cache has moved: addresses that are remembered hold no more."""
+        ...
+
+
+@dataclass(slots=True)
+class Columns:
+    """What the steps read and move on, on the device. Columns from the last sequence on repeat it (see `_padded`)."""
+
+    state: Tensor  # [7, most] long: row, leader's row, tokens shared with it, position, token, stream, number of draw
+    temperatures: Tensor  # [most] float32; 0 = greedy
+
+    @classmethod
+    def of(cls, max_batch: int, device: torch.device) -> Columns:
+        most = bucket_of(max_batch)
+        return cls(torch.zeros(7, most, dtype=torch.long, device=device), torch.ones(most, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What a step gave one request."""
+
+    request: Request
+    token: int
+    logprob: float
+
+
+@dataclass(slots=True)
+class _Flight:
+    requests: list[Request]
+    step: Step
+
+    def read(self) -> list[Landed]:
+        tokens, logprobs = self.step.read()
+        count = len(self.requests)
+        drawn = zip(self.requests, tokens[:count], logprobs[:count], strict=True)
+        return [Landed(request, int(token), logprob) for request, token, logprob in drawn]
+
+
+class DecodeAhead:
+    """Steps of a set of sequences that only shrinks, one launched ahead."""
+
+    def __init__(self, cache: KVCache, columns: Columns, steps: Steps) -> None:
+        self._cache = cache
+        self._columns = columns
+        self._steps = steps
+        self._generation = cache.generation
+        self._fuel = 0  # steps until some sequence would outgrow the cache
+        self._in_air: _Flight | None = None
+
+    @property
+    def in_air(self) -> bool:
+        return self._in_air is not None
+
+    @property
+    def must_land(self) -> bool:
+        return self._fuel <= 0
+
+    def take_off(self, requests: Sequence[Request], families: Sequence[tuple[int, int]]) -> None:
+        """Starts decoding `requests`, each with one token to forward. families: leader's row and shared tokens."""
+        if self._generation != self._cache.generation:
+            self._generation = self._cache.generation
+            self._steps.forget()
+        self._load(requests, families)
+        self._fuel = self._cache.capacity - max(len(r.ids) for r in requests)
+        self._in_air = self._launch(list(requests))
+
+    def advance(self) -> list[Landed]:
+        """Launches the next step of all that are still running, then reads the last one."""
+        landing = self._in_air
+        assert landing is not None
+        going_on = [i for i, request in enumerate(landing.requests) if request.slot is not None]
+        if going_on and len(going_on) < len(landing.requests):
+            self._close_ranks(going_on)
+        self._in_air = self._launch([landing.requests[i] for i in going_on]) if going_on else None
+        return landing.read()
+
+    def land(self) -> list[Landed]:
+        """Reads the step in the air; nothing is in the air afterwards."""
+        landing, self._in_air = self._in_air, None
+        assert landing is not None
+        return landing.read()
+
+    def abandon(self) -> None:
+        """Nobody wants to know what is in the air."""
+        self._in_air = None
+
+    def _launch(self, requests: list[Request]) -> _Flight:
+        self._fuel -= 1
+        return _Flight(requests, self._steps.launch(bucket_of(len(requests))))
+
+    def _load(self, requests: Sequence[Request], families: Sequence[tuple[int, int]]) -> None:
+        padded = _padded(range(len(requests)))
+        columns = [
+            (r.slot.row, leader, shared, len(r.ids) - 1, r.ids[-1], r.stream, r.generated)  # type: ignore[union-attr]
+            for r, (leader, shared) in zip(requests, families, strict=True)
+        ]
+        state = torch.tensor([columns[i] for i in padded]).T.contiguous()
+        temperatures = torch.tensor([float(requests[i].params.temperature) for i in padded])
+        self._columns.state[:, : len(padded)] = self._sent(state)
+        self._columns.temperatures[: len(padded)] = self._sent(temperatures)
+
+    def _close_ranks(self, going_on: Sequence[int]) -> None:
+        """Done on the device, which alone knows the newest tokens."""
+        index = self._sent(torch.tensor(_padded(going_on)))
+        for tensor in (self._columns.state, self._columns.temperatures):
+            tensor[..., : len(index)] = tensor.index_select(-1, index)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """To the device without waiting for it."""
+        if self._cache.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._cache.device, non_blocking=True)
+
+
+def _padded(columns: Sequence[int]) -> list[int]:
+    """Up to a batch size that is served, the last one repeated: it computes and writes the same as its twin."""
+    return [*columns, *[columns[-1]] * (bucket_of(len(columns)) - len(columns))]

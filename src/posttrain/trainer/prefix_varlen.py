@@ -1,0 +1,125 @@
+"""The shared prefix on a GPU: as in `prefix.py`, without padding, through torch's FlashAttention on packed rows.
+
+The first segment of a family is computed whole, the others from where they differ. Keys and values are laid out for
+every segment whole (they are small beside everything else), queries are not: FlashAttention aligns a shorter sequence
+of queries with the end of its keys.
+
+    tokens  | p p p a a | p p p b b b |        rows  | p p p a a | b b b |        keys  | p p p a a | p p p b b b |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.packing import Batch, families_of
+from posttrain.trainer.attention import packed_flash_attention
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenLayout:
+    """R rows for T tokens of S segments; tensors on the device."""
+
+    token_of_row: Tensor  # [R] long
+    row_of_token: Tensor  # [T] long: shared tokens have one row
+    shared_rows: Tensor  # [P] long: rows that several tokens have
+    tokens_of_shared: Tensor  # [P, n] long: these tokens; T where a row has fewer than n
+    query_ends: Tensor  # [S + 1] int32
+    key_ends: Tensor  # [S + 1] int32
+    longest_query: int
+    longest_key: int
+
+
+def varlen_layout(batch: Batch, device: torch.device) -> VarlenLayout:
+    lengths = batch.lengths
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    skipped = [0] * len(lengths)  # first tokens of a segment that stand in another one's rows
+    sharers: list[tuple[int, list[int]]] = []  # prefix length, segments
+    for family in families_of(batch):
+        if family.prefix:
+            skipped = [family.prefix if s in family.segments[1:] else n for s, n in enumerate(skipped)]
+            sharers.append((family.prefix, list(family.segments)))
+    token_of_row = torch.cat([torch.arange(starts[s] + skipped[s], starts[s + 1]) for s in range(len(lengths))])
+    row_of_token = torch.full((starts[-1],), -1)
+    row_of_token[token_of_row] = torch.arange(len(token_of_row))
+    shared_rows, tokens_of_shared = [], []
+    widest = max((len(segments) for _, segments in sharers), default=0)
+    for prefix, segments in sharers:
+        offsets = torch.arange(prefix)
+        rows = row_of_token[starts[segments[0]] + offsets]
+        tokens = torch.full((prefix, widest), starts[-1])
+        for column, segment in enumerate(segments):
+            tokens[:, column] = starts[segment] + offsets
+            row_of_token[starts[segment] + offsets] = rows
+        shared_rows.append(rows)
+        tokens_of_shared.append(tokens)
+    queries = [length - skip for length, skip in zip(lengths, skipped, strict=True)]
+    empty = torch.zeros(0, dtype=torch.long)
+    return VarlenLayout(
+        token_of_row=token_of_row.to(device, non_blocking=True),
+        row_of_token=row_of_token.to(device, non_blocking=True),
+        shared_rows=torch.cat([*shared_rows, empty]).to(device, non_blocking=True),
+        tokens_of_shared=torch.cat([*tokens_of_shared, empty.view(0, widest)]).to(device, non_blocking=True),
+        query_ends=_ends(queries, device),
+        key_ends=_ends(lengths, device),
+        longest_query=max(queries),
+        longest_key=max(lengths),
+    )
+
+
+def _ends(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device, non_blocking=True)
+
+
+@dataclass(slots=True)
+class VarlenAttention:
+    """CUDA, half precision, head size <= 256; see `use_varlen`."""
+
+    layout: VarlenLayout
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,  # [1, H, R, D]
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # [1, R, H, D]
+        if softcap is not None or sinks is not None:
+            raise NotImplementedError("varlen attention lacks soft caps and sinks; use_varlen tells when to use it")
+        layout = self.layout
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if len(layout.shared_rows):
+            k, v = (RowsToTokens.apply(x, layout) for x in (k, v))
+        out = packed_flash_attention(
+            (q, k, v),
+            (layout.query_ends, layout.key_ends),
+            (layout.longest_query, layout.longest_key),
+            scaling=scaling,
+            window=sliding_window,
+        )
+        return out[None]
+
+
+class RowsToTokens(torch.autograd.Function):
+    """[R, ..] -> [T, ..]; the gradient of a shared row is the float32 sum over its tokens, in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layout: VarlenLayout) -> Tensor:
+        ctx.layout = layout
+        return rows.index_select(0, layout.row_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        layout: VarlenLayout = ctx.layout
+        grad_rows = grad.index_select(0, layout.token_of_row)
+        padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+        of_shared = padded[layout.tokens_of_shared].float().sum(1).to(grad.dtype)
+        return grad_rows.index_copy_(0, layout.shared_rows, of_shared), None
