@@ -20,7 +20,7 @@ from posttrain.loops.learner import make_learner
 from posttrain.loops.update import update
 from posttrain.rewards.config import load_reward
 from posttrain.rollout import Limits, RolloutSpec
-from posttrain.sampler.native import NativeSampler
+from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.task import Task
 from posttrain.trajectory import Episode
@@ -115,7 +115,7 @@ class Ours:
         self.learner = make_learner(self.config, optimizer_steps=1000)
         tokenizer = load_tokenizer(str(folder))
         self.renderer = Renderer(tokenizer)
-        self.sampler = NativeSampler(self.learner.policy, tokenizer)
+        self.sampler = NativeSampler(self.learner.policy, tokenizer, workers=workers_for(self.learner.policy.device))
         self.rewards = {None: load_reward(coin)}
 
     def step(self, round_: int) -> Timing:

@@ -23,8 +23,10 @@ from benchmarks.step import Peer, facts, held
 from benchmarks.tiny import write_tiny
 from benchmarks.work import VOCABULARY, WORKS
 
-from posttrain.sampler.native import NativeSampler
+from posttrain.sampler.engine import Engine
+from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import SamplingParams
+from posttrain.sampler.requests import Request
 from posttrain.trainer.policy import Policy
 
 PROMPTS, SAMPLES, PROMPT, NEW = 8, 8, 64, 64
@@ -35,7 +37,7 @@ EPISODES, TURNS, OBSERVATION = 64, 4, 50
 def sampler_of(folder: Path) -> NativeSampler:
     torch.set_num_threads(1)
     policy = Policy.load(folder, device="cpu", dtype="float32")
-    return NativeSampler(policy)
+    return NativeSampler(policy, workers=workers_for(policy.device))
 
 
 def ids(rng: random.Random, count: int) -> list[int]:
@@ -52,31 +54,34 @@ async def decode(sampler: NativeSampler, prompts: Sequence[list[int]]) -> float:
 
 
 class Watch:
-    """Sums the time in which at least one request was open, and in which an engine stepped meanwhile."""
+    """Sums, over the engines, the time in which at least one request was with it, and in which it stepped meanwhile."""
 
     def __init__(self, sampler: NativeSampler) -> None:
-        self.open = 0
         self.wanted = self.stepped = 0.0
-        self._since = 0.0
-        step = sampler._steps.step
+        for engine in sampler.engines:
+            self._open(engine)
 
-        async def timed(engines):
+    def _open(self, engine: Engine) -> None:
+        """From a request's arrival at an engine that has none to the return of the step that leaves it with none."""
+        step, submit = engine.step, engine.submit
+        since = 0.0
+
+        def submitted(request: Request) -> None:
+            nonlocal since
+            if not engine.has_work:
+                since = time.perf_counter()
+            submit(request)
+
+        def stepped() -> list[Request]:
             started = time.perf_counter()
-            done = await step(engines)
-            self.stepped += time.perf_counter() - started
+            done = step()
+            now = time.perf_counter()
+            self.stepped += now - started
+            if not engine.has_work:
+                self.wanted += now - since
             return done
 
-        sampler._steps.step = timed  # type: ignore[method-assign]
-
-    def __enter__(self) -> None:
-        if self.open == 0:
-            self._since = time.perf_counter()
-        self.open += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.open -= 1
-        if self.open == 0:
-            self.wanted += time.perf_counter() - self._since
+        engine.step, engine.submit = stepped, submitted  # type: ignore[method-assign]
 
 
 async def busy_share(sampler: NativeSampler) -> float:
@@ -88,8 +93,7 @@ async def busy_share(sampler: NativeSampler) -> float:
         tokens = ids(random.Random(number // SAMPLES), PROMPT)
         for turn in range(TURNS):
             params = SamplingParams(max_new_tokens=rng.randint(16, 96))
-            with watch:
-                done = await sampler.sample(tokens, params, seed=number * TURNS + turn, session=f"e{number}")
+            done = await sampler.sample(tokens, params, seed=number * TURNS + turn, session=f"e{number}")
             tokens = tokens + done.ids + ids(rng, OBSERVATION)
             await asyncio.sleep(TOOL_SECONDS)
         sampler.release(f"e{number}")

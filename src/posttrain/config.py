@@ -142,6 +142,10 @@ class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, allow_inf_nan=False)
     top_p: float = 1.0
     top_k: NonNegativeInt = 0
+    engines: PositiveInt | None = Field(
+        default=None,
+        description="forwards side by side; null = by the cores on a CPU, 1 on a GPU. Another number rounds otherwise",
+    )
 
     @model_validator(mode="after")
     def _trains(self) -> Self:

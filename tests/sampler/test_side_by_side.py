@@ -126,3 +126,75 @@ def test_a_loop_that_ends_in_the_middle_of_a_step_leaves_no_thread_at_work() -> 
     asyncio.run(interrupted())
     assert not any(engine.has_work for engine in sampler.engines)
     assert gap(model, together(*(play(sampler, prompt(9), params(), seed=i) for i in range(3)))) < 1e-5
+
+
+def sizes_beside_a_slow_neighbour(slow: int) -> list[list[int]]:
+    """The tokens of every forward of each of two engines, one of which is slowed down; episodes are inline, and start
+    a new prompt, without a session, after every second turn."""
+    model = policy()
+    sampler = NativeSampler(model, workers=2)
+    sizes: list[list[int]] = [[], []]
+    for number, engine in enumerate(sampler.engines):
+
+        def forward(step, number=number, inner=engine._forward):
+            if number == slow:
+                time.sleep(0.003)
+            sizes[number].append(len(step.decode) + sum(count for _, count in step.prefill))
+            return inner(step)
+
+        engine._forward = forward  # type: ignore[method-assign]
+
+    async def episode(i: int) -> None:
+        for turn in range(3):
+            await play(sampler, prompt(20 + i % 4 + turn), params(3 + i % 5), seed=i, session=f"{i}/{turn}")
+            await sampler.sample(prompt(30 + i, seed=turn), params(1 + i % 3), seed=i)
+
+    together(*(episode(i) for i in range(12)))
+    return sizes
+
+
+def test_what_an_engine_does_does_not_hang_on_the_pace_of_the_other() -> None:
+    """Or a resumed run would round differently."""
+    found = [sizes_beside_a_slow_neighbour(slow) for slow in (2, 0, 1, 2)]
+    assert all(sizes == found[0] for sizes in found)
+    assert all(len(sizes) > 20 for sizes in found[0])
+
+
+def test_an_engine_does_not_wait_for_a_slower_one() -> None:
+    sampler = NativeSampler(policy(), workers=2)
+    inner = sampler.engines[0]._forward
+
+    def slow(step: object) -> torch.Tensor:
+        time.sleep(0.05)
+        return inner(step)  # type: ignore[arg-type]
+
+    sampler.engines[0]._forward = slow  # type: ignore[method-assign, assignment]
+
+    async def main() -> tuple[int, int]:
+        turns = [asyncio.create_task(sampler.sample(prompt(9 + i), params(20), seed=i)) for i in range(2)]
+        await turns[1]
+        made = sampler.engines[0].stats.steps
+        await turns[0]
+        return made, sampler.engines[0].stats.steps
+
+    made, in_all = asyncio.run(main())
+    assert made < 10 < in_all == 20
+
+
+def test_a_request_that_comes_while_the_engine_works_joins_before_its_next_forward() -> None:
+    sampler = NativeSampler(policy(), workers=2)
+
+    async def main() -> int:
+        long = asyncio.create_task(sampler.sample(prompt(9), params(300), seed=0))
+        other = asyncio.create_task(sampler.sample(prompt(8), params(300), seed=0))
+        await steps(sampler, 6)
+        await sampler.sample(prompt(9), params(2), seed=1)  # the prompt's engine is in the middle of the first
+        assert not long.done()
+        made = sampler.engines[0].stats.steps
+        long.cancel()
+        other.cancel()
+        await asyncio.gather(long, other, return_exceptions=True)
+        return made
+
+    assert asyncio.run(main()) < 250
+    assert not any(engine.has_work for engine in sampler.engines)

@@ -25,7 +25,7 @@ from posttrain.rewards import Reward
 from posttrain.rewards.config import RewardConfig, load_rewards
 from posttrain.rewards.normalize import normalize_answer
 from posttrain.rollout import RolloutSpec
-from posttrain.sampler.native import NativeSampler
+from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampler, SamplingParams
 from posttrain.task import Task
 from posttrain.trainer.loading import ModelError, check_directory, model_path
@@ -214,9 +214,10 @@ def make_spec(config: RLConfig, parts: Stage, sampler: Sampler, params: Sampling
     return RolloutSpec(make_env=make_env, sampler=sampler, renderer=parts.renderer, limits=config.limits, params=params)
 
 
-def make_sampler(policy: Policy, parts: Stage) -> NativeSampler:
+def make_sampler(policy: Policy, parts: Stage, engines: int | None = None) -> NativeSampler:
     """One sampler for training and evaluation. It truncates when asked to; the config refuses that for training."""
-    return NativeSampler(policy, parts.tokenizer, truncation="allow")
+    workers = workers_for(policy.device) if engines is None else engines
+    return NativeSampler(policy, parts.tokenizer, workers=workers, truncation="allow")
 
 
 def training_params(config: RLConfig) -> SamplingParams:

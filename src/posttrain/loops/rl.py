@@ -275,7 +275,7 @@ def _assemble(
     seed_everything(config.run.seed)
     learner = make_learner(config, plan.optimizer_steps, None if checkpoint is None else checkpoint.path)
     stream_seed = config.run.seed if config.data.seed is None else config.data.seed
-    sampler = make_sampler(learner.policy, parts)
+    sampler = make_sampler(learner.policy, parts, config.sampling.engines)
     run = Run(
         config=config,
         directory=directory,

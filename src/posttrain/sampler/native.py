@@ -12,16 +12,25 @@ The engine task
 With environments that never leave the event loop, the composition of every forward is a function of the seeds alone,
 so a resumed run repeats it bit by bit.
 
-On a CPU with few cores, `workers` engines share the requests and step side by side on threads of their own; that is
-worth what torch's intra-op threads are worth, without their barriers, which stall when a neighbour takes a core. While
-they step, the event loop goes on; what it asks of the engines meanwhile is done after the step.
+On a CPU with few cores, `workers` engines share the requests, each on a thread of its own and at its own pace (see
+`side_by_side.py`); that is worth what torch's intra-op threads are worth, without their barriers, which stall when a
+neighbour takes a core. What one engine does must not hang on how fast another is, or runs would not repeat:
+  - a session stays with one engine;
+  - the engine whose results are being given out rests until everybody who can run without the clock or the network
+    has run, and results of one engine at a time are given out; so what comes of them (next turns, new prompts too) is
+    with that engine before its next forward, whatever the others do meanwhile;
+  - prompts that come while no engine gives out results go where the same prompt went (a group stays together), new
+    ones where the fewest requests are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,12 +39,14 @@ import torch
 from posttrain.sampler.engine import Engine
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, new_request
-from posttrain.sampler.side_by_side import SideBySide
+from posttrain.sampler.side_by_side import Track
 from posttrain.sampler.stopping import Stops
+from posttrain.trainer.parallel import threads
 from posttrain.trainer.policy import Policy
 
 SETTLE_TURNS = 64  # at most so many turns of the event loop between two forwards
 QUIET_TURNS = 16  # on a loop that does not show its queue: so many turns without a new request
+MOST_WORKERS = 4
 CPU_KV_GIB = 2.0
 TOKENS_PER_STEP = {"cpu": 4096, "cuda": 16384}
 CUDA_KV_SHARE = 0.25  # of the memory that is free when the sampler is made
@@ -46,7 +57,7 @@ class _Caller:
     """Who waits for a request."""
 
     request: Request
-    engine: Engine
+    track: Track
     future: asyncio.Future[Sampled]
 
 
@@ -55,7 +66,7 @@ class NativeSampler:
 
     tokenizer: a Hugging Face tokenizer, needed for stop strings only.
     max_batch: sequences per forward. tokens_per_step: new tokens per forward. kv_gib: memory for keys and values.
-    workers: engines that step side by side; memory and rows are shared out among them.
+    workers: engines side by side; memory and rows are shared out among them.
     truncation: top_p < 1 and top_k > 0 give log-probs of the truncated distribution, which the trainer does not
     compute; "refuse" (the default) raises, "allow" samples them exactly and counts the tokens in `stats()`.
     """
@@ -88,9 +99,13 @@ class NativeSampler:
             max_context=getattr(policy.config, "max_position_embeddings", None) or 1 << 62,
         )
         self.engines = tuple(Engine(policy, limits) for _ in range(workers))
-        self._steps = SideBySide(workers)
+        self._tracks = tuple(map(Track, self.engines))
+        self._pool = threads(workers, "sampler") if workers > 1 else None
+        self._news = asyncio.Event()  # an engine is done, or one that rests has got something to do
         self._callers: dict[int, _Caller] = {}  # by id of the request
-        self._homes: dict[tuple[int, ...], Engine] = {}  # which engine got a prompt: a group stays together
+        self._prompts: dict[tuple[int, ...], Track] = {}  # who got which prompt: a group stays together
+        self._sessions: dict[str, Track] = {}
+        self._giving: Track | None = None  # whose results are being given out
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._submitted = 0
@@ -114,21 +129,23 @@ class NativeSampler:
         )
         self.engines[0].check_fits(request)
         self._bind(asyncio.get_running_loop())
-        engine = self._home(request)
-        caller = self._callers[id(request)] = _Caller(request, engine, asyncio.get_running_loop().create_future())
-        self._steps.between(lambda: engine.submit(request))
+        track = self._home(request)
+        caller = self._callers[id(request)] = _Caller(request, track, asyncio.get_running_loop().create_future())
+        track.do(lambda: track.engine.submit(request))
         self._submitted += 1
+        self._news.set()
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         try:
             return await caller.future
         finally:
             if self._callers.pop(id(request), None) is not None:  # cancelled
-                self._steps.between(lambda: engine.cancel(request))
+                track.do(lambda: track.engine.cancel(request))
 
     def release(self, session: str) -> None:
-        for engine in self.engines:
-            self._steps.between(lambda engine=engine: engine.release(session))
+        home = self._sessions.pop(session, None)
+        for track in self._tracks if home is None else (home,):
+            track.do(lambda engine=track.engine: engine.release(session))
 
     def stats(self) -> SamplerStats:
         """The counters of all engines, summed."""
@@ -141,23 +158,27 @@ class NativeSampler:
         self._reset_engines()
 
     def _reset_engines(self) -> None:
-        self._steps.wait()
-        self._homes.clear()
+        for track in self._tracks:
+            track.stop()
+        self._prompts.clear()
+        self._sessions.clear()
+        self._giving = None
         for engine in self.engines:
             engine.reset()
 
-    def _home(self, request: Request) -> Engine:
-        """The engine that holds the session, or the same prompt, or else the fewest open requests."""
-        if len(self.engines) == 1:
-            return self.engines[0]
-        for engine in self.engines:
-            if engine.slots.of_session(request.session) is not None:
-                return engine
+    def _home(self, request: Request) -> Track:
+        """Who has the session, or led to this request, or has the same prompt, or else has the fewest open requests."""
+        if len(self._tracks) == 1:
+            return self._tracks[0]
         prompt = tuple(request.ids)
-        if prompt not in self._homes:
-            load = Counter(id(caller.engine) for caller in self._callers.values())
-            self._homes[prompt] = min(self.engines, key=lambda engine: load[id(engine)])
-        return self._homes[prompt]
+        home = self._sessions.get(request.session or "") or self._giving or self._prompts.get(prompt)
+        if home is None:
+            load = Counter(id(caller.track) for caller in self._callers.values())
+            home = min(self._tracks, key=lambda track: load[id(track)])
+        self._prompts[prompt] = home
+        if request.session is not None:
+            self._sessions[request.session] = home
+        return home
 
     def _check(self, params: SamplingParams) -> None:
         if self._truncation == "refuse" and (params.top_p < 1 or params.top_k):
@@ -178,14 +199,13 @@ class NativeSampler:
             self._task = None
             self._reset_engines()
         self._loop = loop
+        self._news = asyncio.Event()  # an event belongs to the loop in which it is first waited for
 
     async def _run(self) -> None:
         try:
-            while any(engine.has_work for engine in self.engines):
-                await self._settle()
-                for request in await self._steps.step(self.engines):
-                    self._answer(request)
-            self._homes.clear()
+            await self._settle()
+            await (self._run_here() if self._pool is None else self._run_threads(self._pool))
+            self._prompts.clear()
         except BaseException as error:
             if self._task is asyncio.current_task():  # else: of a dead loop, and another has taken over
                 self._fail(error)
@@ -194,6 +214,33 @@ class NativeSampler:
         finally:
             if self._task is asyncio.current_task():
                 self._task = None
+
+    async def _run_here(self) -> None:
+        """The only engine, on the loop itself."""
+        (engine,) = self.engines
+        while engine.has_work:
+            for request in engine.step():
+                self._answer(request)
+            await self._settle()
+
+    async def _run_threads(self, pool: ThreadPoolExecutor) -> None:
+        """See the module's docstring for the order in which results are given out."""
+        ring = _bell(asyncio.get_running_loop(), self._news)
+        while True:
+            self._news.clear()
+            for track in self._tracks:
+                if not track.running and track.engine.has_work:
+                    track.start(pool, ring)
+            if not any(track.running for track in self._tracks):
+                return
+            self._giving = next((track for track in self._tracks if track.done), None)
+            if self._giving is None:
+                await self._news.wait()
+                continue
+            for request in self._giving.take():
+                self._answer(request)
+            await self._settle()
+            self._giving = None
 
     async def _settle(self) -> None:
         """Lets everything run that can run without waiting for the clock or the network.
@@ -236,6 +283,24 @@ class NativeSampler:
             failure = SamplerError(f"sampling failed: {error}")
             failure.__cause__ = error
             caller.future.set_exception(failure)
+
+
+def workers_for(device: torch.device) -> int:
+    """Engines that keep the cores busy; each brings torch's own threads. All take turns with one interpreter, so that
+    many are no faster than some."""
+    if device.type != "cpu":
+        return 1
+    return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // torch.get_num_threads()))
+
+
+def _bell(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> Callable[[], None]:
+    """Sets `news` from any thread."""
+
+    def ring() -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile; whoever comes next waits for the thread itself
+            loop.call_soon_threadsafe(news.set)
+
+    return ring
 
 
 def _kv_bytes(gib: float | None, device: torch.device) -> int:

@@ -1,52 +1,80 @@
-"""Engines that step at the same time, each on a thread, while the event loop goes on.
+"""Engines on threads, each at its own pace, while the event loop goes on.
 
-Torch lets go of the interpreter inside its kernels, so two engines with half the batch each keep two cores busy.
+Torch lets go of the interpreter inside its kernels, so two engines with half the batch each keep two cores busy. An
+engine that is put to work makes forwards until one of its own requests is done. It never waits for another engine: a
+barrier after every forward would make the slower one set the pace.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, wait
 
 from posttrain.sampler.engine import Engine
 from posttrain.sampler.requests import Request
-from posttrain.trainer.parallel import threads
 
 
-class SideBySide:
-    """Steps engines and keeps everyone else's hands off them meanwhile. With one worker there are no threads at all."""
+class Track:
+    """One engine, and who may touch it: the caller's thread while it rests, a thread of the pool while it runs.
 
-    def __init__(self, workers: int) -> None:
-        self._pool = threads(workers, "sampler") if workers > 1 else None
-        self._running: list[Future[list[Request]]] = []
-        self._later: list[Callable[[], None]] = []
+    `start`, `take`, `do` and `stop` are for one thread, the caller's.
+    """
 
-    def between(self, action: Callable[[], None]) -> None:
-        """Does `action` now, or after the step that is running."""
-        if self._running:
-            self._later.append(action)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._burst: Future[list[Request]] | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._stop = threading.Event()
+
+    @property
+    def running(self) -> bool:
+        """From `start` to `take`, also when the work is done and nobody has taken it yet."""
+        return self._burst is not None
+
+    @property
+    def done(self) -> bool:
+        return self._burst is not None and self._burst.done()
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Does `action` to the engine now, or, while it runs, before its next forward."""
+        if self.running:
+            self._inbox.append(action)
         else:
             action()
 
-    async def step(self, engines: Sequence[Engine]) -> list[Request]:
-        """One step of every engine with work; the finished requests in the order of the engines."""
-        working = [engine for engine in engines if engine.has_work]
-        if self._pool is None or len(working) == 1:
-            return [request for engine in working for request in engine.step()]
-        self._running = [self._pool.submit(engine.step) for engine in working]
-        try:
-            await asyncio.gather(*map(asyncio.wrap_future, self._running), return_exceptions=True)
-        finally:  # also when the loop is being shut down: a thread must not outlive the step
-            done = self.wait()
-        return [request for future in done for request in future.result()]
+    def start(self, pool: Executor, then: Callable[[], None]) -> None:
+        """Puts the engine to work; `then` is called on its thread when there is something to take."""
+        self._stop.clear()
+        self._burst = pool.submit(self._work)
+        self._burst.add_done_callback(lambda _: then())
 
-    def wait(self) -> list[Future[list[Request]]]:
-        """Blocks until no thread works on an engine, then does what was put off."""
-        done, later = self._running, self._later
-        concurrent.futures.wait(done)
-        self._running, self._later = [], []
-        for action in later:
-            action()
-        return done
+    def take(self) -> list[Request]:
+        """What `start` led to, once it is done: the finished requests, or the engine's error."""
+        assert self._burst is not None
+        burst, self._burst = self._burst, None
+        self._read_inbox()
+        return burst.result()
+
+    def stop(self) -> None:
+        """Blocks until no thread works on the engine; it may be in the middle of its requests."""
+        self._stop.set()
+        if self._burst is not None:
+            wait([self._burst])
+            self._burst = None
+        self._read_inbox()
+
+    def _work(self) -> list[Request]:
+        """Forwards until a request is done."""
+        while True:
+            self._read_inbox()
+            if self._stop.is_set() or not self.engine.has_work:
+                return []
+            finished = self.engine.step()
+            if finished:
+                return finished
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
