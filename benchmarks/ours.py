@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from benchmarks.work import Work
+from transformers import PreTrainedTokenizerFast
 
 from posttrain.chat import Renderer
 from posttrain.config import RLConfig
 from posttrain.envs import Action, Observation, Step
-from posttrain.loops.build import load_tokenizer
 from posttrain.loops.collect import Collector, collect, usable
 from posttrain.loops.credit import assign_credit
 from posttrain.loops.learner import make_learner
@@ -102,20 +104,29 @@ def coin(episode: Episode, task: Task) -> float:
 class Ours:
     """Set up once, then `step` per round."""
 
-    def __init__(self, folder: Path, work: Work) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        work: Work,
+        *,
+        model: Mapping[str, Any] | None = None,  # further keys of these sections, and of the sampler
+        batch: Mapping[str, Any] | None = None,
+        sampler: Mapping[str, Any] | None = None,
+    ) -> None:
         self.work = work
         self.config = RLConfig.model_validate(
             {
-                "model": {"path": str(folder)},
+                "model": {"path": str(folder), **(model or {})},
                 "data": {"train": "unused.jsonl"},  # the rows are the work
-                "batch": {"prompts_per_step": work.prompts, "samples_per_prompt": work.samples},
+                "batch": {"prompts_per_step": work.prompts, "samples_per_prompt": work.samples, **(batch or {})},
                 "optimizer": {"lr": 1e-5, "schedule": "constant"},
             }
         )
         self.learner = make_learner(self.config, optimizer_steps=1000)
-        tokenizer = load_tokenizer(str(folder))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # AutoTokenizer would make it a Qwen2Tokenizer
         self.renderer = Renderer(tokenizer)
-        self.sampler = NativeSampler(self.learner.policy, tokenizer, workers=workers_for(self.learner.policy.device))
+        workers = workers_for(self.learner.policy.device)
+        self.sampler = NativeSampler(self.learner.policy, tokenizer, **{"workers": workers, **(sampler or {})})
         self.rewards = {None: load_reward(coin)}
 
     def step(self, round_: int) -> Timing:
@@ -124,6 +135,8 @@ class Ours:
         rolled_out = time.perf_counter()
         batch = assign_credit(usable(trajectories), self.learner)
         updates = update(self.learner, batch, step=round_)
+        if self.learner.policy.device.type == "cuda":
+            torch.cuda.synchronize()
         done = time.perf_counter()
         assert len(updates) == 1
         assert updates[0].report is not None

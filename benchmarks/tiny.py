@@ -1,6 +1,6 @@
-"""The model and tokenizer of the CPU benchmarks, written to a folder in Hugging Face layout. Any contender can run it.
+"""The models and the tokenizer of the benchmarks, written to a folder in Hugging Face layout for any contender.
 
-python benchmarks/tiny.py FOLDER
+python benchmarks/tiny.py FOLDER [MODEL]
 """
 
 from __future__ import annotations
@@ -10,18 +10,29 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.work import TINY, WORDS
+from benchmarks.work import MODELS, words
 
 
 def write_tiny(folder: Path) -> Path:
-    """A random Qwen3 of 3.7 million parameters; one word is one token."""
+    """A random Qwen3 of 3.7 million parameters."""
+    return write_model(folder, "tiny")
+
+
+def write_model(folder: Path, name: str, device: str = "cpu") -> Path:
+    """A random model, float32 on a CPU and bfloat16 elsewhere; one word is one token."""
+    shape = MODELS[name]
+    config = AutoConfig.for_model(**shape)
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**TINY)).save_pretrained(folder)
-    words = {word: i for i, word in enumerate(("<pad>", "<bos>", "<eos>", *WORDS))}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    with torch.device(device):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    ids = {word: i for i, word in enumerate(("<pad>", "<bos>", "<eos>", *words(shape["vocab_size"])))}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
@@ -30,4 +41,4 @@ def write_tiny(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    write_tiny(Path(sys.argv[1]))
+    write_model(Path(sys.argv[1]), *sys.argv[2:])

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-VOCABULARY = 2048
-WORDS = tuple(f"w{i}" for i in range(3, VOCABULARY))  # ids 0..2 are pad, bos, eos
+VOCABULARY = 2048  # of the small models
 PAD, BOS, EOS = 0, 1, 2
+ENDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 
-TINY = {  # Qwen3, 3.7 million parameters
+TINY: dict[str, Any] = {  # Qwen3, 3.7 million parameters
+    "model_type": "qwen3",
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -23,10 +26,27 @@ TINY = {  # Qwen3, 3.7 million parameters
     "head_dim": 64,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
+    **ENDS,
 }
+HALF_B: dict[str, Any] = {  # the shape of Qwen2-0.5B: 494 million parameters, 358 of them in the layers
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    **ENDS,
+}
+HALF_B_SHRUNKEN = HALF_B | {  # the same code on a machine without a GPU
+    "vocab_size": VOCABULARY,
+    "hidden_size": 448,
+    "intermediate_size": 1216,
+    "num_hidden_layers": 2,
+}
+MODELS = {"tiny": TINY, "0.5b": HALF_B, "0.5b_shrunken": HALF_B_SHRUNKEN}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +55,7 @@ class Work:
     every turn but the last a tool answers `observation_tokens` after a time drawn from `latency_seconds`."""
 
     name: str
+    model: str = "tiny"
     prompt_tokens: int
     turn_tokens: tuple[int, int]
     prompts: int = 8
@@ -57,20 +78,29 @@ class Work:
         return self.turns * self.turn_tokens[1] + self.tool_turns * self.observation_tokens
 
     def prompt(self, round_: int, place: int) -> str:
-        return _text(random.Random(f"prompt/{round_}/{place}"), self.prompt_tokens)
+        return self._text(f"prompt/{round_}/{place}", self.prompt_tokens)
+
+    def prompt_ids(self, round_: int, place: int) -> list[int]:
+        """What the tokenizer makes of `prompt`: word w17 is token 17."""
+        return [int(word[1:]) for word in self.prompt(round_, place).split()]
 
     def length(self, round_: int, episode: int, turn: int) -> int:
         return random.Random(f"length/{round_}/{episode}/{turn}").randint(*self.turn_tokens)
 
     def observation(self, round_: int, episode: int, turn: int) -> str:
-        return _text(random.Random(f"observation/{round_}/{episode}/{turn}"), self.observation_tokens)
+        return self._text(f"observation/{round_}/{episode}/{turn}", self.observation_tokens)
 
     def latency(self, round_: int, episode: int, turn: int) -> float:
         return random.Random(f"latency/{round_}/{episode}/{turn}").uniform(*self.latency_seconds)
 
+    def _text(self, seed: str, tokens: int) -> str:
+        return " ".join(random.Random(seed).choices(words(MODELS[self.model]["vocab_size"]), k=tokens))
 
-def _text(rng: random.Random, tokens: int) -> str:
-    return " ".join(rng.choices(WORDS, k=tokens))
+
+@cache
+def words(vocabulary: int) -> tuple[str, ...]:
+    """One a token, but for pad, bos and eos."""
+    return tuple(f"w{i}" for i in range(3, vocabulary))
 
 
 WORKS = {
@@ -86,5 +116,8 @@ WORKS = {
             observation_tokens=200,
             latency_seconds=(0.05, 0.5),
         ),
+        Work(name="h100", model="0.5b", prompt_tokens=512, turn_tokens=(256, 256), prompts=16),
+        Work(name="h100_shrunken", model="0.5b_shrunken", prompt_tokens=64, turn_tokens=(32, 32), prompts=2),
     )
 }
+USUAL = {"cpu": ("64+64", "256+128", "multi_turn"), "cuda": ("h100",)}  # works by device

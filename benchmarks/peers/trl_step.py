@@ -3,8 +3,9 @@
     python3.11 -m venv DIR && DIR/bin/pip install 'trl==1.16.0' torch 'transformers<5.20'
     DIR/bin/python benchmarks/peers/trl_step.py --model FOLDER --work 64+64
 
-Everything that could be faster is on: no KL term, no gradient checkpointing, one optimizer step per rollout in one
-micro-batch, float32 as for everyone. The tool loop is TRL's own; what is forced is the calls and the lengths.
+Everything that could be faster is on: no KL term, no gradient checkpointing, one optimizer step per rollout in the
+largest micro-batch that fits (`--micro` episodes), float32 on a CPU as for everyone, weights and optimizer in bfloat16
+without autocast on a GPU. The tool loop is TRL's own; what is forced is the calls and the lengths.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from pathlib import Path
 import torch
 import trl.trainer.grpo_trainer as grpo
 from datasets import Dataset
-from transformers import AutoTokenizer, LogitsProcessor, TrainerCallback
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.peers.line import Line
 from benchmarks.work import EOS, WORKS, Work
 
-ROUNDS = 1000
+ROUNDS = 100
 TEMPLATE = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %} call {{ c.function.name }} \
 {{ c.function.arguments | tojson }}{% endfor %} {% endfor %}"""
 
@@ -35,6 +36,7 @@ class ForcedLengths(LogitsProcessor):
         self.last = torch.tensor(lengths) + prompt_tokens - 1
 
     def __call__(self, input_ids, scores):
+        self.last = self.last.to(scores.device)
         ends = self.last == input_ids.shape[1]
         end_scores = torch.where(ends, 0.0, -torch.inf)
         scores = scores.masked_fill(ends[:, None], -torch.inf)
@@ -94,7 +96,9 @@ class Stopwatch(TrainerCallback):
         def timed(prompts):
             started = time.perf_counter()
             out = generate(prompts)
-            self.rollout = time.perf_counter() - started
+            self.rollout = time.perf_counter() - started  # its last act is to copy the tokens to the host
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
             self.tokens = sum(sum(mask) for mask in out[2]) if out[2] else sum(map(len, out[1]))
             return out
 
@@ -109,8 +113,16 @@ class Stopwatch(TrainerCallback):
         self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - self.started
-        self.line.answer(step=seconds, rollout=self.rollout, train=seconds - self.rollout, tokens=self.tokens)
+        self.line.answer(
+            step=seconds,
+            rollout=self.rollout,
+            train=seconds - self.rollout,
+            tokens=self.tokens,
+            train_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        )
 
 
 def coin(completions, **kwargs) -> list[float]:
@@ -118,8 +130,10 @@ def coin(completions, **kwargs) -> list[float]:
     return [float(sum(map(ord, text[-8:])) % 5) for text in texts]
 
 
-def trainer_of(folder: str, work: Work, line: Line):
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+def trainer_of(options: argparse.Namespace, line: Line):
+    folder, work, on_cpu = options.model, WORKS[options.work], options.device == "cpu"
+    micro = options.micro or work.episodes
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")  # as saved
     forced = Forced(work)
     texts = [work.prompt(round_, place) for round_ in range(ROUNDS) for place in range(work.prompts)]
     tools = None
@@ -135,22 +149,23 @@ def trainer_of(folder: str, work: Work, line: Line):
         reward_funcs=coin,
         args=grpo.GRPOConfig(
             output_dir="/tmp/trl_out",
-            per_device_train_batch_size=work.episodes,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=work.episodes // micro,
             num_generations=work.samples,
             max_completion_length=work.most_tokens,
             learning_rate=1e-5,
             lr_scheduler_type="constant",
             max_steps=ROUNDS,
             beta=0.0,
-            bf16=False,
-            use_cpu=True,
+            bf16=False,  # on a GPU the weights are; autocast besides would cost time
+            use_cpu=on_cpu,
             gradient_checkpointing=False,
             shuffle_dataset=False,
             save_strategy="no",
             report_to="none",
             logging_strategy="no",
             disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
+            model_init_kwargs={"dtype": "float32" if on_cpu else "bfloat16"},
         ),
         train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=tokenizer,
@@ -166,8 +181,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--work", required=True, choices=WORKS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--micro", type=int, help="episodes of a micro-batch; default: all")
     options = parser.parse_args()
     line = Line()
-    trainer = trainer_of(options.model, WORKS[options.work], line)
+    trainer = trainer_of(options, line)
     line.answer(ready=True, version=grpo.__name__.split(".")[0] + " " + __import__("trl").__version__)
     trainer.train()
