@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +47,8 @@ class Batch:
 
     def of_segment(self, values: Tensor) -> list[int]:
         """[S] the value at each segment's first token of a [T] tensor that is constant within segments."""
-        return values[torch.tensor(_starts(self.lengths)[:-1])].tolist()
+        firsts: list[int] = values[torch.tensor(_starts(self.lengths)[:-1])].tolist()  # type: ignore[reportUnknownMemberType]
+        return firsts
 
     def tokens_of(self, segments: Sequence[int]) -> Tensor:
         """[sum of lengths] positions in the batch of the tokens of the given segments, in the given order."""
@@ -76,20 +80,23 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
     group_index = [groups.setdefault(t.group_id, len(groups)) for t in trajectories]
     repeats = torch.tensor(lengths)
     return Batch(
-        token_ids=torch.tensor([i for t in trajectories for i in t.token_ids]),
+        token_ids=_joined((t.token_ids for t in trajectories), np.int64),
         positions=torch.cat([torch.arange(length) for length in lengths]),
         segment_ids=torch.arange(len(lengths)).repeat_interleave(repeats),
-        loss_mask=torch.tensor([bit for t in trajectories for bit in t.loss_mask]),
+        loss_mask=_joined((t.loss_mask for t in trajectories), np.bool_),
         episode_index=torch.tensor(episode_index).repeat_interleave(repeats),
         group_index=torch.tensor(group_index).repeat_interleave(repeats),
-        rollout_logprobs=torch.tensor(
-            [math.nan if p is None else p for t in trajectories for p in t.rollout_logprobs], dtype=torch.float32
-        ),
-        policy_versions=torch.tensor([v for t in trajectories for v in t.policy_versions]),
-        rewards=torch.tensor([r for t in trajectories for r in (t.rewards or [0.0] * len(t))], dtype=torch.float32),
+        rollout_logprobs=_joined((t.rollout_logprobs for t in trajectories), np.float32),
+        policy_versions=_joined((t.policy_versions for t in trajectories), np.int64),
+        rewards=_joined((t.rewards or [0.0] * len(t) for t in trajectories), np.float32),
         lengths=lengths,
         streams=_pack_streams(trajectories),
     )
+
+
+def _joined(lists: Iterable[Sequence[Any]], dtype: type[np.generic]) -> Tensor:
+    """One tensor of many lists, None as NaN; through NumPy, which reads a list ten times faster than torch."""
+    return torch.as_tensor(np.array(list(chain.from_iterable(lists)), dtype=dtype))
 
 
 def _pack_streams(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

@@ -34,11 +34,6 @@ def test_every_token_has_one_row_and_padding_is_bounded(lengths: list[int]) -> N
         assert torch.equal(rows_of_segment, rows_of_segment[0] + torch.arange(length))
 
 
-def test_without_padding_rows_are_tokens() -> None:
-    layout = layout_of([3, 1, 2], CPU, pad=False)
-    assert layout.token_of_row.tolist() == layout.row_of_token.tolist() == [0, 1, 2, 3, 4, 5]
-
-
 def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None):
     """[H, L, D] each: one segment, one head at a time."""
     out = torch.zeros_like(q)

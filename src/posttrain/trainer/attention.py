@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -65,8 +66,8 @@ def attention_forward(
         )
     refuse_unsupported(module, attention_mask, kwargs)
     extras = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    out = attention.attend(
-        module.layer_idx,  # type: ignore[arg-type]
+    attend = partial(attend_traced if getattr(attention, "traceable", False) else attend_untraced, attention, module)
+    out = attend(
         query,
         key,
         value,
@@ -75,6 +76,16 @@ def attention_forward(
         **{name: extra for name, extra in extras.items() if extra is not None},
     )
     return out, None
+
+
+def attend_traced(context: AttentionContext, module: nn.Module, *qkv: Tensor, **options: Any) -> Tensor:
+    """Compilers see into it; a context that does not look at `layer_idx` gives all layers one compilation."""
+    return context.attend(module.layer_idx, *qkv, **options)  # type: ignore[arg-type]
+
+
+def attend_untraced(context: AttentionContext, module: nn.Module, *qkv: Tensor, **options: Any) -> Tensor:
+    """The same, out of the sight of compilers once there are any (see `compiling.py`)."""
+    return attend_traced(context, module, *qkv, **options)
 
 
 def refuse_unsupported(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:

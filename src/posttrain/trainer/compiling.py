@@ -1,7 +1,8 @@
-"""torch.compile, layer by layer: what stands between two matrix products or around attention becomes one kernel.
+"""torch.compile, layer by layer: what stands between two matrix products becomes one kernel.
 
-All layers of a model share one compilation, for any number of tokens. Attention itself is left alone: it is a kernel
-already, and what it does depends on the batch. So every layer is cut in two there, and works for any architecture.
+All layers of a model share one compilation, for any number of tokens and any architecture. In training a layer is one
+graph forward and one backward, attention included; where what attention does depends on the batch (the sampler's, and
+the contexts for CPUs), it is left out and the layer is cut in two.
 """
 
 from __future__ import annotations
@@ -9,15 +10,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.trainer import attention
 
 
 def compile_layers(module: nn.Module) -> None:
     """In place. Compilation itself happens at the first forward (and once more at the first with gradients)."""
-    apart = torch.compiler.disable(attention.attention_forward)
-    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, apart)
+    attention.attend_untraced = torch.compiler.disable(attention.attend_untraced)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.compile(dynamic=True)

@@ -10,7 +10,7 @@ of queries with the end of its keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ class VarlenLayout:
     key_ends: Tensor  # [S + 1] int32
     longest_query: int
     longest_key: int
+
+    def rows_to_tokens(self, rows: Tensor) -> Tensor:
+        """[R, ..] -> [T, ..]"""
+        return RowsToTokens.apply(  # type: ignore[no-any-return]
+            rows, self.row_of_token, self.token_of_row, self.shared_rows, self.tokens_of_shared
+        )
 
 
 def varlen_layout(batch: Batch, device: torch.device) -> VarlenLayout:
@@ -78,6 +84,7 @@ def _ends(lengths: list[int], device: torch.device) -> Tensor:
 class VarlenAttention:
     """CUDA, half precision, head size <= 256; see `use_varlen`."""
 
+    traceable: ClassVar[bool] = True
     layout: VarlenLayout
 
     def attend(
@@ -97,7 +104,7 @@ class VarlenAttention:
         layout = self.layout
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if len(layout.shared_rows):
-            k, v = (RowsToTokens.apply(x, layout) for x in (k, v))
+            k, v = layout.rows_to_tokens(k), layout.rows_to_tokens(v)
         out = packed_flash_attention(
             (q, k, v),
             (layout.query_ends, layout.key_ends),
@@ -109,17 +116,24 @@ class VarlenAttention:
 
 
 class RowsToTokens(torch.autograd.Function):
-    """[R, ..] -> [T, ..]; the gradient of a shared row is the float32 sum over its tokens, in a fixed order."""
+    """See `VarlenLayout`. The gradient of a shared row is the float32 sum over its tokens, in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, layout: VarlenLayout) -> Tensor:
-        ctx.layout = layout
-        return rows.index_select(0, layout.row_of_token)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        row_of_token: Tensor,
+        token_of_row: Tensor,
+        shared_rows: Tensor,
+        tokens_of_shared: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(token_of_row, shared_rows, tokens_of_shared)
+        return rows.index_select(0, row_of_token)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        layout: VarlenLayout = ctx.layout
-        grad_rows = grad.index_select(0, layout.token_of_row)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        token_of_row, shared_rows, tokens_of_shared = ctx.saved_tensors
+        grad_rows = grad.index_select(0, token_of_row)
         padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
-        of_shared = padded[layout.tokens_of_shared].float().sum(1).to(grad.dtype)
-        return grad_rows.index_copy_(0, layout.shared_rows, of_shared), None
+        of_shared = padded[tokens_of_shared].float().sum(1).to(grad.dtype)
+        return grad_rows.index_copy(0, shared_rows, of_shared), None, None, None, None
