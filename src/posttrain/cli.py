@@ -214,6 +214,20 @@ def _questions() -> Iterator[str]:
 
 
 @app.command()
+def doctor(
+    run_dir: Annotated[Path | None, typer.Option(help="Where runs will be written; default runs/.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at this machine: what it has, what a run would do with it, and what should be changed."""
+    from posttrain.loops.doctor import diagnose
+
+    found = diagnose(run_dir)
+    _show(as_json, found.as_dict(), found.render())
+    if not found.works:
+        raise typer.Exit(1)
+
+
+@app.command()
 def algorithms(as_json: AsJson = False) -> None:
     """List every advantage, loss, aggregate, KL estimator and correction with its equation and its source."""
     from posttrain.runs.catalogue import as_text, rows

@@ -62,6 +62,11 @@ class Engine:
     # -- what the sampler calls ---------------------------------------------------------------------------------------
 
     @property
+    def decodes_ahead(self) -> bool:
+        """Whether steps are CUDA graphs, launched before the last one is read."""
+        return self._ahead is not None
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.active)
 

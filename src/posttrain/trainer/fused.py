@@ -54,12 +54,12 @@ def fused_logprobs(
         logits_per_chunk = LOGITS_PER_CUDA_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK
     rows = max(1, logits_per_chunk // weight.shape[0])
     scaling = Scaling(temperature, rule or LogitsRule(), rows)
-    function = _function(hidden.device)
+    function = implementation_for(hidden.device)
     logprobs, entropy = function.apply(hidden, weight, bias, targets, scaling, with_entropy)  # type: ignore[misc]
     return logprobs, entropy if with_entropy else None
 
 
-def _function(device: torch.device) -> type[torch.autograd.Function]:
+def implementation_for(device: torch.device) -> type[torch.autograd.Function]:
     """Triton's kernels where they run; they come with torch's builds for CUDA only."""
     if device.type != "cuda" or find_spec("triton") is None:
         return FusedLogprobs
