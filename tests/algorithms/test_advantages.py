@@ -17,7 +17,6 @@ from posttrain.algorithms.advantages import (
     reinforce_pp_baseline,
     rloo,
 )
-from posttrain.algorithms.groups import has_signal
 from posttrain.algorithms.turns import turn_grpo
 
 from .layout import close, one_token_each, packed, streams_for
@@ -150,12 +149,6 @@ def test_an_empty_batch_and_an_empty_mask_give_zeros(name):
     masked = packed([[1.0, 0.0], [0.0]], masks=[[0, 0], [0]])
     got = ADVANTAGES[name](*masked.args, values=torch.ones(3), **streams_for(name, masked))
     assert torch.equal(got, torch.zeros(3))
-
-
-def test_has_signal_marks_tokens_of_groups_that_differ():
-    batch = packed([[0, 1], [0, 0], [0, 1], [0, 1], [7]], groups=[0, 0, 1, 1, 2])
-    got = has_signal(batch.rewards, batch.episode_index, batch.group_index)
-    assert got.tolist() == [True] * 4 + [False] * 5
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))

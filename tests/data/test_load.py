@@ -169,18 +169,6 @@ def test_p34_an_unscorable_alias_leaves_the_row_usable_and_is_counted(tmp_path: 
     assert "q.jsonl line 3, str '🇫🇷': normalises to empty text" in note
 
 
-def test_p80_unknown_source_in_row_5000_is_found_before_training(tmp_path: Path) -> None:
-    rows = questions(6000, data_source="nq")
-    rows[5000]["data_source"] = "nqq"
-    tasks = load(jsonl(tmp_path / "q.jsonl", rows))
-    tasks.check_sources({"nq", "nqq"})
-    with pytest.raises(DataError, match=r"1 of 6,000 tasks have an unknown data source \(known: nq\)") as caught:
-        tasks.check_sources(["nq"])
-    assert "q.jsonl line 5001" in str(caught.value)
-    assert "'nqq'" in str(caught.value)
-    load(tmp_path / "q.jsonl", reward="em").check_sources(["nq"])  # a named reward needs no routing
-
-
 def count_words(task: Task) -> int:
     return sum(len(message["content"].split()) for message in task.prompt)
 

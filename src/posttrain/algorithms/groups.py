@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.credit import EpisodeReturns, episode_returns
+from posttrain.algorithms.credit import EpisodeReturns
 
 EQUAL_TOLERANCE = 1e-6
 Std = Literal["sample", "population", "none"]
@@ -79,9 +79,3 @@ def normalised(entries: EpisodeReturns, *, std: Std, eps: float, singleton: Sing
     above = centred(entries, singleton)
     scale = spread_of(entries, std) + (0.0 if std == "none" else eps)
     return torch.where(above == 0, 0.0, above / scale[entries.group])
-
-
-def has_signal(rewards: Tensor, episode_index: Tensor, group_index: Tensor) -> Tensor:
-    """[T] bool: False in groups whose returns are all equal, groups of one included."""
-    episodes = episode_returns(rewards, episode_index, group_index)
-    return differs(episodes)[episodes.group][episodes.episode_of_token]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from posttrain.data.problems import DataError, Problem, summarize
+from posttrain.data.problems import DataError, Problem
 from posttrain.task import Task
 
 
@@ -75,32 +75,6 @@ class TaskSet:
     def __iter__(self) -> Iterator[Task]:
         for source in self.sources:
             yield from source.tasks
-
-    def check_sources(self, known: Collection[str]) -> None:
-        """Raises DataError naming every `Task.source` that no reward is `known` for, with counts and rows.
-
-        Tasks that name their own reward are not routed by source and pass.
-        """
-        unknown: dict[str, list[Task]] = {}
-        for task in self:
-            if task.reward is None and task.source not in known:
-                unknown.setdefault(task.source, []).append(task)
-        if not unknown:
-            return
-        problems = [
-            Problem(
-                where=self.origins.get(task.id, task.id),
-                column="",
-                kind=f"unknown data source '{source}'",
-                seen=f"no reward is known for data source '{source}'",
-                fix="set `reward` of that source, or correct the column",
-            )
-            for source, tasks in unknown.items()
-            for task in tasks
-        ]
-        names = ", ".join(sorted(known)) or "none"
-        count = f"{len(problems):,} of {len(self):,} tasks"
-        raise DataError(f"{count} have an unknown data source (known: {names})\n{summarize(problems)}", problems)
 
     def report_lines(self) -> list[str]:
         """What was loaded and what was left out, for the plan and the log."""
