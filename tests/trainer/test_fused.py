@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.trainer import kept
 from posttrain.trainer.fused import VOCABULARY_BLOCK, LogitsRule, fused_logprobs, head_product
 
 
@@ -48,6 +49,39 @@ def test_values_and_gradients(rule: LogitsRule, temperature: float, with_bias: b
     grads = torch.autograd.grad((ours[0] * scales[0] + ours[1] * scales[1]).sum(), leaves)
     for a, b in zip(grads, expected_grads, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
+
+
+@pytest.mark.parametrize("block", [1, 1 << 19])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_kept_probabilities_give_the_same(block, temperature, with_bias, scale, monkeypatch) -> None:
+    """What small vocabularies take on a CPU, each output alone and both together, against all logits at once."""
+    monkeypatch.setattr(kept, "BLOCK", block)
+    hidden, weight, bias, targets = inputs(count=150)
+    leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
+    given = (hidden, weight, bias if with_bias else None, targets)
+    expected = plain(*given, temperature, LogitsRule(scale=scale))
+    assert kept.worth_keeping(hidden, weight)
+    ours = fused_logprobs(*given, temperature=temperature, rule=LogitsRule(scale=scale), with_entropy=True)
+    noise = torch.randn(2, 150, dtype=torch.float64)
+    for which in ([1.0, 0.0], [0.0, 1.0], [1.0, 0.7]):
+        losses = [
+            sum(w * (out * n).sum() for w, out, n in zip(which, outs, noise, strict=True) if w)
+            for outs in (ours, expected)
+        ]
+        assert torch.allclose(losses[0], losses[1], atol=1e-12)
+        grads = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in losses]
+        for a, b in zip(*grads, strict=True):
+            assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_a_large_vocabulary_is_not_kept() -> None:
+    hidden = torch.zeros(1, 2, requires_grad=True).expand(1 << 12, 2)
+    assert not kept.worth_keeping(hidden, torch.zeros(1 << 13, 2))
+    assert kept.worth_keeping(hidden, torch.zeros(1 << 12, 2))
+    with torch.no_grad():
+        assert not kept.worth_keeping(hidden, torch.zeros(1 << 12, 2))
 
 
 def test_gradcheck_in_float64() -> None:

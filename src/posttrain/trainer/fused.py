@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.trainer.kept import KeptLogprobs, worth_keeping
+
 LOGITS_PER_CHUNK = 1 << 24  # 64 MiB of float32 logits; a chunk has at least one position
 LOGITS_PER_CUDA_CHUNK = 1 << 28  # there every chunk passes once over a gradient of the size of the head
 VOCABULARY_BLOCK = 1024  # on a CPU: this many rows of the head stay in a core's cache while they meet all positions
@@ -50,6 +52,10 @@ def fused_logprobs(
     """([N] log-probs of the targets, [N] entropies or None): float32 (float64 for float64 input), differentiable."""
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0 to have log-probs, got {temperature} (greedy sampling reports T=1)")
+    if logits_per_chunk is None and (rule is None or rule.softcap is None) and worth_keeping(hidden, weight):
+        factor = (1.0 if rule is None else rule.scale) / temperature
+        kept = KeptLogprobs.apply(hidden, weight, bias, targets, factor, with_entropy)
+        return kept[0], kept[1] if with_entropy else None  # type: ignore[index]
     if logits_per_chunk is None:
         logits_per_chunk = LOGITS_PER_CUDA_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK
     rows = max(1, logits_per_chunk // weight.shape[0])
