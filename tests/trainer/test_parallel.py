@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -84,3 +88,30 @@ def test_worker_threads_use_as_many_torch_threads_as_the_caller() -> None:
         assert list(in_threads(lambda _: torch.get_num_threads(), [0, 1], workers=2)) == [1, 1]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_freed_memory_comes_back_without_page_faults() -> None:
+    """In a process of its own: what is set holds for the rest of its life."""
+    script = textwrap.dedent("""
+        import resource, sys, torch
+        from posttrain.trainer.parallel import in_threads, keep_freed_memory
+
+        keep_freed_memory()
+
+        def work(number):
+            kept = [torch.ones(1 << 20) for _ in range(8)]  # 32 MiB
+            return len(kept)
+
+        def faults():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+        for _ in range(3):
+            list(in_threads(work, range(4), workers=2))
+        before = faults()
+        for _ in range(3):
+            list(in_threads(work, range(4), workers=2))
+        print(faults() - before)
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20_000  # 3 x 4 x 32 MiB would be 98,000 fresh pages

@@ -20,6 +20,7 @@ from posttrain.config import RLConfig
 from posttrain.trainer.critic import Critic
 from posttrain.trainer.loading import load_config, model_path, pick_device
 from posttrain.trainer.optimizer import Optimizer
+from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -98,7 +99,10 @@ def make_learner(config: RLConfig, optimizer_steps: int, checkpoint: Path | None
     """Loads the models of a new run, or those of a checkpoint together with their optimizers."""
     model = config.model if checkpoint is None else config.model.model_copy(update={"path": str(checkpoint)})
     if pick_device(model.device).type == "cpu":  # before anything is computed: start-up checks stall, too
-        torch.set_num_threads(threads_for(load_config(model_path(model.path)).get_text_config().hidden_size))
+        hidden_size = load_config(model_path(model.path)).get_text_config().hidden_size
+        torch.set_num_threads(threads_for(hidden_size))
+        if hidden_size < SMALL_HIDDEN_SIZE:
+            keep_freed_memory()
     policy = Policy.from_config(model)
     learner = Learner(
         config=config,
