@@ -184,28 +184,31 @@ def bins_of(lengths: Sequence[int], budget: int, *, at_least: int = 1) -> list[l
         count += 1
 
 
-def micro_batches(batch: Batch, tokens_per_micro_batch: int, *, at_least: int = 1) -> list[Batch]:
+def micro_batches(batch: Batch, tokens_per_micro_batch: int, *, at_least: int = 1, shared: bool = False) -> list[Batch]:
     """The batch split along `segment_bins`; memory and speed only, no result depends on it."""
-    return [select(batch, bin_) for bin_ in segment_bins(batch, tokens_per_micro_batch, at_least=at_least)]
+    bins = segment_bins(batch, tokens_per_micro_batch, at_least=at_least, shared=shared)
+    return [select(batch, bin_) for bin_ in bins]
 
 
-def segment_bins(batch: Batch, budget: int, *, at_least: int = 1) -> list[list[int]]:
+def segment_bins(batch: Batch, budget: int, *, at_least: int = 1, shared: bool = False) -> list[list[int]]:
     """Whole segments by bin, along `bins_of`. A group stays together, so that its prefix is computed once; it is
-    divided only when it exceeds the budget, or when there are fewer groups than `at_least`."""
+    divided only when it exceeds the budget, or when there are fewer groups than `at_least`.
+
+    shared: the model computes common prefixes once, so they count once against the budget.
+    """
     families = families_of(batch)
-    units: list[list[int]] = []
+    units: list[tuple[list[int], int]] = []  # segments, tokens
     for family in families:
-        segments, size = list(family.segments), sum(batch.lengths[s] for s in family.segments)
-        pieces = max(-(-size // budget), -(-at_least // len(families)))
-        if family.prefix and pieces == 1:
-            units.append(segments)
-        elif family.prefix and max(batch.lengths[s] for s in segments) <= budget:
-            sizes = [batch.lengths[s] for s in segments]
-            units += [[segments[i] for i in bin_] for bin_ in bins_of(sizes, budget, at_least=pieces)]
-        else:
-            units += [[s] for s in segments]
-    sizes = [sum(batch.lengths[s] for s in unit) for unit in units]
-    return [sorted(s for u in bin_ for s in units[u]) for bin_ in bins_of(sizes, budget, at_least=at_least)]
+        once = family.prefix if shared else 0
+        own = [batch.lengths[s] - once for s in family.segments]
+        pieces = max(-(-sum(own) // max(1, budget - once)), -(-at_least // len(families)))
+        if not family.prefix or once + max(own) > budget:
+            units += [([s], batch.lengths[s]) for s in family.segments]
+            continue
+        bins = [range(len(own))] if pieces == 1 else bins_of(own, budget - once, at_least=pieces)
+        units += [([family.segments[i] for i in bin_], once + sum(own[i] for i in bin_)) for bin_ in bins]
+    bins = bins_of([size for _, size in units], budget, at_least=at_least)
+    return [sorted(s for u in bin_ for s in units[u][0]) for bin_ in bins]
 
 
 def _even_bins(lengths: Sequence[int], count: int) -> list[list[int]]:

@@ -110,7 +110,7 @@ class Trajectory:
 
     @property
     def policy_token_count(self) -> int:
-        return sum(source is Source.POLICY for source in self.source)
+        return self.source.count(Source.POLICY)
 
     def add_context(self, ids: Sequence[int], source: Source) -> None:
         """Appends tokens that the policy did not write."""

@@ -131,6 +131,19 @@ def test_micro_batches_keep_groups_together() -> None:
     assert len(segment_bins(grouped([(20, [[(5, W)]] * 4)]), 1000, at_least=2)) == 2
 
 
+def test_a_shared_prefix_counts_once_against_the_budget() -> None:
+    batch = grouped([(100, [[(5, W)]] * 8), (100, [[(7, W)]] * 8)])  # 140 and 156 tokens computed, 840 and 856 in all
+    assert segment_bins(batch, 296, shared=True) == [list(range(16))]
+    assert segment_bins(batch, 295, shared=True) == [list(range(8, 16)), list(range(8))]
+    pieces = segment_bins(batch, 128, shared=True)
+    assert sorted(s for piece in pieces for s in piece) == list(range(16))
+    for piece in pieces:
+        (family,) = families_of(select(batch, piece))
+        assert family.tokens([batch.lengths[s] for s in piece]) <= 128
+    with pytest.raises(ValueError, match="a sequence of 107 tokens"):
+        segment_bins(batch, 104, shared=True)
+
+
 def test_gradients_do_not_depend_on_micro_batches() -> None:
     policy, batch = tiny_policy("qwen3"), grouped(RAGGED)
     parameters = [p for _, p in policy.parameters()]

@@ -143,12 +143,12 @@ def attach_outcome(parts: Sequence[Trajectory], outcome: Outcome, credit: Credit
     if not isinstance(outcome, Score):
         return
     for trajectory in reversed(parts):
-        written = [i for i, source in enumerate(trajectory.source) if source is Source.POLICY]
-        if written:
+        last = next((i for i in reversed(range(len(trajectory))) if trajectory.source[i] is Source.POLICY), None)
+        if last is not None:
             assert trajectory.rewards is not None
-            trajectory.rewards[written[-1]] += credit.outcome * outcome.value
+            trajectory.rewards[last] += credit.outcome * outcome.value
             if credit.turns:
-                trajectory.streams["outcome_rewards"][written[-1]] = credit.outcome * outcome.value
+                trajectory.streams["outcome_rewards"][last] = credit.outcome * outcome.value
             return
 
 

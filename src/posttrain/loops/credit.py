@@ -86,7 +86,8 @@ def kl_of_some(batch: Batch, learner: Learner) -> tuple[float, int] | None:
 def by_micro_batch(forward: Callable[[Batch], Tensor], batch: Batch, learner: Learner) -> Tensor:
     """[T] of a forward without gradients, computed a micro-batch at a time and put back in the batch's order."""
     out = torch.zeros(len(batch))
-    for segments in segment_bins(batch, learner.config.batch.tokens_per_micro_batch):
+    shared = learner.policy.computes_prefixes_once
+    for segments in segment_bins(batch, learner.config.batch.tokens_per_micro_batch, shared=shared):
         part = select(batch, segments)
         out[batch.tokens_of(segments)] = forward(part).float().cpu()
     return out

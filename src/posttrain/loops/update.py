@@ -63,7 +63,8 @@ def _micro_batches(learner: Learner, mini: Batch | None) -> list[Batch]:
     if mini is None or not bool(mini.loss_mask.any()):
         return []
     budget = learner.config.batch.tokens_per_micro_batch
-    parts = micro_batches(mini, budget, at_least=learner.parallel_micro_batches)
+    shared = learner.policy.computes_prefixes_once
+    parts = micro_batches(mini, budget, at_least=learner.parallel_micro_batches, shared=shared)
     return [part.to(learner.policy.device) for part in parts]
 
 

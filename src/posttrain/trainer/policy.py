@@ -84,6 +84,12 @@ class Policy:
     def config(self) -> Any:
         return self.module.config
 
+    @property
+    def computes_prefixes_once(self) -> bool:
+        """Whether what the segments of a group have in common at their beginning costs one computation."""
+        where = (self.device, self.dtype, self.module)
+        return use_shared(*where) or use_varlen(*where)
+
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The trainable ones, by name, in the module's order; tied weights once."""
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
