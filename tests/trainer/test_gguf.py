@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections import namedtuple
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from posttrain.trainer import gguf as importer
@@ -140,6 +142,9 @@ def test_texts_begin_with_bos_where_the_file_asks_for_it(imported):
 def test_bfloat16(file, tmp_path):
     done = import_gguf(str(file), tmp_path / "half", dtype="bfloat16")
     assert Policy.load(done.directory, "cpu", "bfloat16").dtype == torch.bfloat16
+    assert load_file(done.directory / "model.safetensors").popitem()[1].dtype == torch.bfloat16
+    assert json.loads((done.directory / "config.json").read_text())["dtype"] == "bfloat16"
+    assert done.max_gap < 1e-4  # compared in float32, where only a wrong weight shows
 
 
 def test_nothing_is_left_behind_but_the_model(imported):

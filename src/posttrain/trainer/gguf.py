@@ -32,7 +32,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 TOKENIZER_SINCE = (5, 19)  # transformers that read the file's tokenizer right
 TOKENIZER_BYTES = 64 << 20  # on disk, for the largest vocabularies
-LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # packed against transformers' own forward, per token
+LOGPROB_TOLERANCE = 1e-3  # packed against transformers' own forward, per token, in float32
 CHECK_TEXT = (
     "When in the Course of human events, it becomes necessary for one people to dissolve the political bands which "
     "have connected them with another, and to assume among the powers of the earth, the separate and equal station."
@@ -143,7 +143,7 @@ def import_gguf(
         done = Path(scratch) / "model"
         words = _file_tokenizer(file, header) if tokenizer is None else _given_tokenizer(tokenizer, header)
         expected, ids = _convert(file, done, dtype, words)
-        max_gap, perplexity = _check(done, ids, expected, dtype)
+        max_gap, perplexity = _check(done, ids, expected)
         written = sum(path.stat().st_size for path in done.iterdir())
         done.rename(target)
     return Imported(
@@ -317,7 +317,7 @@ def _unread(file: Path, error: Exception) -> GgufError:
 def _convert(file: Path, target: Path, dtype: str, tokenizer: Any) -> tuple[torch.Tensor, list[int]]:
     """Writes the directory; returns (log-probs [L] of the check text by transformers' own forward, its ids [L])."""
     ids = tokenizer.encode(CHECK_TEXT)
-    options: dict[str, Any] = {"dtype": DTYPES[dtype], "attn_implementation": "eager", "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     if hasattr(transformers, "GgufConfig"):  # newer transformers would keep the weights packed
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     auto: Any = AutoModelForCausalLM
@@ -328,10 +328,12 @@ def _convert(file: Path, target: Path, dtype: str, tokenizer: Any) -> tuple[torc
         raise _unread(file, error) from error
     if info["missing_keys"]:
         raise GgufError(f"{file.name} lacks weights that its architecture needs: {sorted(info['missing_keys'])[:5]}")
-    with torch.no_grad():
+    with torch.no_grad():  # of the weights as they will be written, in float32: bfloat16's own noise is 0.5
+        for parameter in module.parameters():
+            parameter.copy_(parameter.to(DTYPES[dtype]))
         expected = plain_logprobs(module.eval(), torch.tensor(ids))
     with no_progress_bars():
-        module.save_pretrained(target)
+        module.to(DTYPES[dtype]).save_pretrained(target)
     tokenizer.save_pretrained(target)
     return expected, ids
 
@@ -347,15 +349,15 @@ def _begin_with_bos(tokenizer: Any) -> None:
         )
 
 
-def _check(directory: Path, ids: list[int], expected: torch.Tensor, dtype: str) -> tuple[float, float]:
-    """(largest difference of a log-prob, perplexity of the check text) of the directory as a run would load it."""
+def _check(directory: Path, ids: list[int], expected: torch.Tensor) -> tuple[float, float]:
+    """(largest difference of a log-prob, perplexity of the check text) of the directory, loaded in float32."""
     again = AutoTokenizer.from_pretrained(str(directory)).encode(CHECK_TEXT)
     if again != ids:
         raise GgufError(f"the tokenizer that was written splits a text otherwise than the file's: {again} and {ids}")
-    policy = Policy.load(directory, "cpu", dtype)
+    policy = Policy.load(directory, "cpu", "float32")
     with torch.no_grad():
         logprobs = policy.logprobs(probe_batch([torch.tensor(ids)]))
     gap = float((logprobs - expected).abs().max())
-    if not gap <= LOGPROB_TOLERANCE[dtype]:
+    if not gap <= LOGPROB_TOLERANCE:
         raise GgufError(f"what was written is not what was read: log-probs of a text differ by {gap:.3g}")
     return gap, math.exp(-float(expected[1:].mean()))
