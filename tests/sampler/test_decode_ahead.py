@@ -198,4 +198,16 @@ def test_a_cache_that_grows_is_noticed() -> None:
 
 
 def test_batch_sizes_are_few() -> None:
-    assert [bucket_of(n) for n in (1, 2, 3, 9, 16, 17, 100, 128, 256)] == [2, 2, 4, 16, 16, 32, 112, 128, 256]
+    assert [bucket_of(n) for n in (1, 2, 3, 9, 16, 17, 49, 65, 100, 128, 256)] == [
+        2,
+        2,
+        4,
+        16,
+        16,
+        32,
+        64,
+        96,
+        128,
+        128,
+        256,
+    ]

@@ -18,13 +18,14 @@ from torch import Tensor
 
 BLOCK = 64  # keys at a time
 SMALLEST_GROUP = 16  # queries of a key head, padded to what tensor cores take
-PROGRAMS_WANTED = 264  # two per multiprocessor of an H100
+PROGRAMS_WANTED = 256  # about two per multiprocessor of an H100
+MOST_SPLITS = 32
 
 
 def splits_for(sequences: int, key_heads: int, capacity: int) -> int:
     """In how many parts a past is read: enough programs to fill the chip, none with less than two blocks to read."""
     wanted = -(-PROGRAMS_WANTED // (sequences * key_heads))
-    return max(1, min(wanted, capacity // (2 * BLOCK), 32))
+    return max(1, min(wanted, capacity // (2 * BLOCK), MOST_SPLITS))
 
 
 def decode_attention(
@@ -51,40 +52,37 @@ def decode_attention(
     _attend[(count, key_heads, splits)](
         query, new_key, new_value, keys, values, places, out, partial, lse,
         *query.stride()[:2], *new_key.stride()[:2], *new_value.stride()[:2],
-        places.stride(0), keys.shape[2], scaling, window or 0,
+        places.stride(0), keys.shape[2], scaling, keys.shape[2] if window is None else window, splits,
         KEY_HEADS=key_heads, GROUP=group, GROUP_PAD=max(SMALLEST_GROUP, triton.next_power_of_2(group)),
         D=dim, D_PAD=max(16, triton.next_power_of_2(dim)),
         DV=value_dim, DV_PAD=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK=BLOCK, SPLITS=splits, WINDOWED=window is not None,
+        BLOCK=BLOCK, WHOLE=splits == 1,
         num_warps=4 if dim <= 128 else 8, num_stages=3 if dim <= 128 else 2,
     )  # fmt: skip
     if splits > 1:
-        width = triton.next_power_of_2(splits)
         pad = triton.next_power_of_2(value_dim)
-        _merge[(count, heads)](partial, lse, out, HEADS=heads, DV=value_dim, DV_PAD=pad, SPLITS=splits, WIDTH=width)
+        _merge[(count, heads)](partial, lse, out, splits, HEADS=heads, DV=value_dim, DV_PAD=pad, MOST=MOST_SPLITS)
     return out
 
 
 @triton.jit
 def _attend(
     query, new_key, new_value, keys, values, places, out, partial, lse,
-    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window,
+    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, splits,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One (sequence, key head, split): all queries of the group, the keys of the split."""
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(places + b)
-    leader = tl.load(places + places_stride + b)
-    shared = tl.load(places + 2 * places_stride + b)
-    position = tl.load(places + 3 * places_stride + b)
+    row, leader = tl.load(places + b), tl.load(places + places_stride + b)
+    shared, position = tl.load(places + 2 * places_stride + b), tl.load(places + 3 * places_stride + b)
     g, d, dv = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     heads = head * GROUP + g
     q_there = (g[:, None] < GROUP) & (d[None, :] < D)
     q = tl.load(query + heads[:, None] * q_head + b * q_token + d[None, :], mask=q_there, other=0.0)
-    low = tl.maximum(position + 1 - window, 0) if WINDOWED else 0
-    span = tl.cdiv(tl.cdiv(position - low, SPLITS), BLOCK) * BLOCK
+    low = tl.maximum(position + 1 - window, 0)
+    span = tl.cdiv(tl.cdiv(position - low, splits), BLOCK) * BLOCK
     first = low + split * span
     last = tl.minimum(first + span, position)
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -104,7 +102,7 @@ def _attend(
         sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = higher
-    if split == SPLITS - 1:  # the new token itself, which nobody has to find in the cache
+    if split == splits - 1:  # the new token itself, which nobody has to find in the cache
         place = (row * KEY_HEADS + head) * capacity + position
         k = tl.load(new_key + head * k_head + b * k_token + d, mask=d < D, other=0.0)
         v = tl.load(new_value + head * v_head + b * v_token + dv, mask=dv < DV, other=0.0)
@@ -119,29 +117,28 @@ def _attend(
         top = higher
     out_there = (g[:, None] < GROUP) & (dv[None, :] < DV)
     number = b * KEY_HEADS * GROUP + heads
-    if SPLITS == 1:
+    if WHOLE:
         result = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + number[:, None] * DV + dv[None, :], result, mask=out_there)
     else:
         some = total > 0
         normal = sums / tl.where(some, total, 1.0)[:, None]
-        tl.store(partial + (number[:, None] * SPLITS + split) * DV + dv[None, :], normal, mask=out_there)
+        tl.store(partial + (number[:, None] * splits + split) * DV + dv[None, :], normal, mask=out_there)
         sizes = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-        tl.store(lse + number * SPLITS + split, sizes, mask=g < GROUP)
+        tl.store(lse + number * splits + split, sizes, mask=g < GROUP)
 
 
 @triton.jit
 def _merge(
-    partial, lse, out, HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    partial, lse, out, splits, HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One (sequence, head): the parts, weighted by their share of the softmax's denominator."""
     number = tl.program_id(0) * HEADS + tl.program_id(1)
-    part, dv = tl.arange(0, WIDTH), tl.arange(0, DV_PAD)
-    sizes = tl.load(lse + number * SPLITS + part, mask=part < SPLITS, other=float("-inf"))
+    part, dv = tl.arange(0, MOST), tl.arange(0, DV_PAD)
+    sizes = tl.load(lse + number * splits + part, mask=part < splits, other=float("-inf"))
     weights = tl.exp(sizes - tl.max(sizes, 0))
     weights = weights / tl.sum(weights, 0)
-    there = (part[:, None] < SPLITS) & (dv[None, :] < DV)
-    parts = tl.load(partial + (number * SPLITS + part)[:, None] * DV + dv[None, :], mask=there, other=0.0)
+    there = (part[:, None] < splits) & (dv[None, :] < DV)
+    parts = tl.load(partial + (number * splits + part)[:, None] * DV + dv[None, :], mask=there, other=0.0)
     result = tl.sum(parts * weights[:, None], 0)
     tl.store(out + number * DV + dv, result.to(out.dtype.element_ty), mask=dv < DV)

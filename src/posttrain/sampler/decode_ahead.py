@@ -21,14 +21,13 @@ from posttrain.sampler.kv_cache import KVCache
 from posttrain.sampler.requests import Request
 
 ROW, LEADER, SHARED, POSITION, TOKEN, STREAM, NUMBER = range(7)  # rows of the state, a column per sequence
-COARSE = 16  # batches of more sequences than this are padded to a multiple of it
+COARSER = ((16, 16), (64, 32))  # (sequences, multiple): larger batches are padded to a multiple
 
 
 def bucket_of(count: int) -> int:
     """The batch size that serves `count` sequences; at least 2, for 1 is a special case to compilers."""
-    if count > COARSE:
-        return -(-count // COARSE) * COARSE
-    return max(2, 1 << (count - 1).bit_length())
+    multiple = next((multiple for least, multiple in reversed(COARSER) if count > least), None)
+    return max(2, 1 << (count - 1).bit_length()) if multiple is None else -(-count // multiple) * multiple
 
 
 class Step(Protocol):
