@@ -18,12 +18,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from posttrain.sampler.cached_attention import CachedAttention, Chunk, ShapeProbe
+from posttrain.sampler.cached_attention import CachedAttention, Chunk, ShapeProbe, SharedKeys
 from posttrain.sampler.decode_ahead import Columns, DecodeAhead
 from posttrain.sampler.draw import draw
 from posttrain.sampler.kv_cache import KVCache, LayerShape
 from posttrain.sampler.randomness import uniforms
 from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, draw_settings, ends
+from posttrain.sampler.shared_prefix import grouping, leaders
 from posttrain.sampler.slots import Move, Slot, SlotTable, common_prefix
 from posttrain.trainer.attention import has_plain_scores
 from posttrain.trainer.policy import Policy
@@ -44,6 +45,15 @@ class _Step:
         return [*self.decode, *(request for request, _ in self.prefill)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """What the last requests that were decoded share, by their rows."""
+
+    requests: list[Request]
+    rows: list[int]
+    shared: SharedKeys | None
+
+
 class Engine:
     """See the module's docstring. `waiting` is in order of submission, `active` in order of admission."""
 
@@ -57,6 +67,7 @@ class Engine:
         self.cache = KVCache(_layer_shapes(policy), policy.device)
         self._version = policy.version
         self._ahead = _decode_ahead(policy, self.cache, limits.max_batch)
+        self._alike = _Alike([], [], None)
         self._may_admit = False  # whether anything happened that could let a waiting request in
 
     # -- what the sampler calls ---------------------------------------------------------------------------------------
@@ -101,6 +112,7 @@ class Engine:
         self.waiting.clear()
         self.active.clear()
         self.slots = SlotTable()
+        self._alike = _Alike([], [], None)
         if self._ahead is None:
             self.cache.drop()
         else:
@@ -117,7 +129,7 @@ class Engine:
             return []
         self._make_room_to_grow()
         if self._ahead is not None and self._all_decode():
-            self._ahead.take_off(self.active, [(r.slot.row, 0) for r in self.active])  # type: ignore[union-attr]
+            self._ahead.take_off(self.active, leaders(self.active))
             return []
         self._apply(self.slots.gather_busy(slack=len(self.active) // 8))
         step = self._plan()
@@ -170,6 +182,7 @@ class Engine:
         if self.policy.version == self._version:
             return
         self._version = self.policy.version
+        self._alike = _Alike([], [], None)
         if not self.slots.slots:
             return
         for request in reversed(self.active):
@@ -194,6 +207,7 @@ class Engine:
         A request whose long prefix is being prefilled right now waits one step and then copies it; one with the very
         same ids joins at once and shares the last logits.
         """
+        self._alike = _Alike([], [], None)
         self._may_admit = False
         if not self.waiting:
             return
@@ -338,13 +352,26 @@ class Engine:
         packed = torch.tensor([ids, rows, positions]).to(self.cache.device, non_blocking=True)
         decoded = len(step.decode)
         ends = [position + 1 for position in positions[:decoded]]
-        attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks)
+        shared = self._shared_keys(step.decode, rows[:decoded])
+        attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks, shared)
         hidden = self.policy.hidden_states(packed[0], packed[2], attention)[0]
         self.stats.steps += 1
         self.stats.rows += decoded + len(chunks)
         self.stats.tokens_forwarded += len(ids)
         self.stats.tokens_prefilled += len(ids) - sum(r.generated > 0 for r in step.decode)
         return hidden
+
+    def _shared_keys(self, decode: list[Request], rows: list[int]) -> SharedKeys | None:
+        """Looked for when others are decoded, or elsewhere, than in the last forward. On a CPU only: kernels of a GPU
+        read shared keys where they are."""
+        known = self._alike
+        if (decode, rows) != (known.requests, known.rows):
+            found = grouping(decode) if len(decode) > 1 and self.cache.device.type == "cpu" else None
+            shared = None if found is None else SharedKeys(found, rows, self.cache.device)
+            if shared is not None and known.shared is not None:
+                shared.adopt(known.shared)
+            self._alike = _Alike(decode, rows, shared)
+        return self._alike.shared
 
     def _advanced(self, step: _Step) -> list[tuple[Request, int]]:
         return [*((request, 1) for request in step.decode), *step.prefill]
