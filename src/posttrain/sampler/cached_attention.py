@@ -224,8 +224,7 @@ def _behind_shared(
     first, heads = shared.tokens, len(packed[0]) // len(shared.prefixes)
     q = q * scaling
     scores = q.new_empty(*q.shape[:2], first + mask.shape[2])
-    scores[:, :, first:] = mask
-    scores[:, :, first:].baddbmm_(q, own[0].transpose(1, 2))
+    scores[:, :, first:] = torch.baddbmm(mask, q, own[0].transpose(1, 2))  # in place it would go one by one
     by_row = scores.view(-1, heads, *scores.shape[1:])
     queries = shared.by_group(q.view(-1, heads, *q.shape[1:]))
     together, places = shared.by_row(torch.bmm(queries, packed[0].transpose(1, 2)), by_row[..., :first])
