@@ -72,10 +72,12 @@ class PlainSteps:
         self.model, self.cache, self.columns = model, cache, columns
         self.sizes: list[int] = []
         self.forgotten = 0
+        self.shared = 0  # tokens read through a leader, summed
 
     def launch(self, size: int) -> Done:
         self.sizes.append(size)
         state, temperatures = self.columns.state[:, :size], self.columns.temperatures[:size]
+        self.shared += int(state[SHARED].sum())
         attention = PlainAttention(self.cache, state)
         hidden = self.model.hidden_states(state[TOKEN].clone(), state[POSITION].clone(), attention)[0]
         greedy = temperatures == 0
@@ -119,6 +121,7 @@ def test_ahead_draws_what_step_by_step_draws(family: str) -> None:
     for a, b in zip(ahead, plain, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
         assert a.stop_reason == b.stop_reason
+    assert steps.shared > 0
     assert max(steps.sizes) == 32
     assert min(steps.sizes) == 2
     assert set(steps.sizes) <= {2, 4, 8, 16, 32}

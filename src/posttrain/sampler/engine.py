@@ -207,7 +207,6 @@ class Engine:
         A request whose long prefix is being prefilled right now waits one step and then copies it; one with the very
         same ids joins at once and shares the last logits.
         """
-        self._alike = _Alike([], [], None)
         self._may_admit = False
         if not self.waiting:
             return

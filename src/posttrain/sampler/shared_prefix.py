@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from posttrain.sampler.requests import Request
 from posttrain.sampler.slots import common_prefix
@@ -42,7 +43,7 @@ def families(requests: Sequence[Request]) -> list[Family]:
     """The families that save most reading: those of a common system prompt are cut into those of its questions where
     these share enough more. Every request has one token to forward."""
     ordered = sorted(requests, key=lambda r: r.ids)
-    alike = [common_prefix(a.ids, b.ids, min(len(a.ids), len(b.ids)) - 1) for a, b in zip(ordered, ordered[1:])]  # noqa: B905
+    alike = [common_prefix(a.ids, b.ids, min(len(a.ids), len(b.ids)) - 1) for a, b in pairwise(ordered)]
     return [Family(ordered[a:b], shared) for a, b, shared in _cut(alike, 0, len(ordered))[1]]
 
 
