@@ -91,6 +91,7 @@ class DecodeAhead:
         self._steps = steps
         self._generation = cache.generation
         self._fuel = 0  # steps until some sequence would outgrow the cache
+        self.flown = 0  # steps since the last take-off
         self._in_air: _Flight | None = None
 
     @property
@@ -108,6 +109,7 @@ class DecodeAhead:
             self._steps.forget()
         self._load(requests, families)
         self._fuel = self._cache.capacity - max(len(r.ids) for r in requests)
+        self.flown = 0
         self._in_air = self._launch(list(requests))
 
     def advance(self) -> list[Landed]:
@@ -132,6 +134,7 @@ class DecodeAhead:
 
     def _launch(self, requests: list[Request]) -> _Flight:
         self._fuel -= 1
+        self.flown += 1
         return _Flight(requests, self._steps.launch(bucket_of(len(requests))))
 
     def _load(self, requests: Sequence[Request], families: Sequence[tuple[int, int]]) -> None:

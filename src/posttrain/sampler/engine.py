@@ -30,6 +30,7 @@ from posttrain.trainer.attention import has_plain_scores
 from posttrain.trainer.policy import Policy
 
 SHARE_AT_LEAST = 16  # tokens: shorter common prefixes are computed again rather than copied or waited for
+PATIENCE = 16  # steps that a prompt may wait while others are decoded ahead
 CAPACITY_UNIT = 32  # tokens; capacities are multiples of it
 
 
@@ -154,10 +155,16 @@ class Engine:
     def _all_decode(self) -> bool:
         return self._all_plain() and all(r.missing == 1 for r in self.active)
 
+    def _worth_landing(self, flown: int) -> bool:
+        """A prompt that has come takes a forward of its own, in which nothing is decoded: a few wait for more of them,
+        but not for long."""
+        waiting = len(self.waiting) if self._may_admit else 0
+        return waiting > 0 and (flown >= PATIENCE or waiting >= len(self.active) // 8)
+
     def _fly(self, ahead: DecodeAhead) -> list[Request]:
         """Reads one step; launches the next one first unless something has to be done on the ground."""
         changed = self.policy.version != self._version
-        landing = ahead.must_land or changed or (bool(self.waiting) and self._may_admit)
+        landing = ahead.must_land or changed or self._worth_landing(ahead.flown)
         finished: list[Request] = []
         for landed in ahead.land() if landing else ahead.advance():
             request = landed.request

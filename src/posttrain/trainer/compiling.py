@@ -7,16 +7,20 @@ the contexts for CPUs), it is left out and the layer is cut in two.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.fx.experimental import _config as symbols
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.trainer import attention
 
 
-def compile_layers(module: nn.Module) -> None:
+def compile_layers(module: nn.Module, backend: Any = "inductor") -> None:
     """In place. Compilation itself happens at the first forward (and once more at the first with gradients)."""
+    symbols.use_duck_shape = False  # lengths that happen to be equal now may differ in the next batch
     attention.attend_untraced = torch.compiler.disable(attention.attend_untraced)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True, backend=backend)

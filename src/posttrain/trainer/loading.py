@@ -38,7 +38,7 @@ class ModelConfig(BaseModel):
         default="auto", description="auto: bfloat16 on CUDA, float32 on CPU"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    compile: Literal["auto", "on", "off"] = Field(
+    compile: bool | Literal["auto"] = Field(
         default="auto",
         description="torch.compile of every layer, for training and sampling; auto: on CUDA. The first step then waits "
         "for the compiler",

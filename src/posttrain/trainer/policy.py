@@ -60,7 +60,7 @@ class Policy:
         policy = cls.load(config.path, config.device, config.dtype, version=version)
         if config.gradient_checkpointing:
             policy.checkpoint_activations()
-        if config.compile == "on" or (config.compile == "auto" and policy.device.type == "cuda"):
+        if policy.device.type == "cuda" if config.compile == "auto" else config.compile:
             compile_layers(policy.module)
         return policy
 

@@ -25,7 +25,7 @@ class VarlenLayout:
 
     token_of_row: Tensor  # [R] long
     row_of_token: Tensor  # [T] long: shared tokens have one row
-    shared_rows: Tensor  # [P] long: rows that several tokens have
+    shared_rows: Tensor  # [P] long: rows that several tokens have, P >= 2, n >= 2: compilers take 0 and 1 for special
     tokens_of_shared: Tensor  # [P, n] long: these tokens; T where a row has fewer than n
     query_ends: Tensor  # [S + 1] int32
     key_ends: Tensor  # [S + 1] int32
@@ -52,7 +52,9 @@ def varlen_layout(batch: Batch, device: torch.device) -> VarlenLayout:
     row_of_token = torch.full((starts[-1],), -1)
     row_of_token[token_of_row] = torch.arange(len(token_of_row))
     shared_rows, tokens_of_shared = [], []
-    widest = max((len(segments) for _, segments in sharers), default=0)
+    if not sharers:  # two rows that are shared by nobody
+        shared_rows, tokens_of_shared = [torch.arange(2)], [torch.tensor([[0, starts[-1]], [1, starts[-1]]])]
+    widest = max((len(segments) for _, segments in sharers), default=2)
     for prefix, segments in sharers:
         offsets = torch.arange(prefix)
         rows = row_of_token[starts[segments[0]] + offsets]
@@ -63,12 +65,11 @@ def varlen_layout(batch: Batch, device: torch.device) -> VarlenLayout:
         shared_rows.append(rows)
         tokens_of_shared.append(tokens)
     queries = [length - skip for length, skip in zip(lengths, skipped, strict=True)]
-    empty = torch.zeros(0, dtype=torch.long)
     return VarlenLayout(
         token_of_row=token_of_row.to(device, non_blocking=True),
         row_of_token=row_of_token.to(device, non_blocking=True),
-        shared_rows=torch.cat([*shared_rows, empty]).to(device, non_blocking=True),
-        tokens_of_shared=torch.cat([*tokens_of_shared, empty.view(0, widest)]).to(device, non_blocking=True),
+        shared_rows=torch.cat(shared_rows).to(device, non_blocking=True),
+        tokens_of_shared=torch.cat(tokens_of_shared).to(device, non_blocking=True),
         query_ends=_ends(queries, device),
         key_ends=_ends(lengths, device),
         longest_query=max(queries),
@@ -103,8 +104,7 @@ class VarlenAttention:
             raise NotImplementedError("varlen attention lacks soft caps and sinks; use_varlen tells when to use it")
         layout = self.layout
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        if len(layout.shared_rows):
-            k, v = layout.rows_to_tokens(k), layout.rows_to_tokens(v)
+        k, v = layout.rows_to_tokens(k), layout.rows_to_tokens(v)
         out = packed_flash_attention(
             (q, k, v),
             (layout.query_ends, layout.key_ends),
