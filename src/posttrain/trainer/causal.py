@@ -96,7 +96,7 @@ class _Block:
         count = self._last - self._first
         by_query = scores.view(len(scores), -1, count, scores.shape[-1])
         diagonal = by_query[..., -count:]  # the keys at the block's own places: the only ones that can be ahead
-        diagonal.masked_fill_(torch.ones(count, count, dtype=torch.bool, device=scores.device).triu_(1), -torch.inf)
+        diagonal += torch.full((count, count), -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
         if self._window is not None and self._ends - self._low > self._window:
             place = torch.arange(self._offset + self._first, self._ends, device=scores.device)
             behind = place[:, None] - torch.arange(self._low, self._ends, device=scores.device)

@@ -18,6 +18,7 @@ from posttrain.trainer.attention import AttentionContext, PackedAttention, layou
 from posttrain.trainer.checks import check_policy
 from posttrain.trainer.compiling import compile_layers
 from posttrain.trainer.fused import LogitsRule, fused_logprobs, head_product
+from posttrain.trainer.last_layer import ReadRows, prepare_last_layer, renumbered, rows_read
 from posttrain.trainer.loading import (
     ModelConfig,
     ModelError,
@@ -39,6 +40,7 @@ class Policy:
         self.version = version
         self.rule = logits_rule(module)
         self.decoder = decoder_of(module)
+        self.narrows = check and prepare_last_layer(self.decoder)
         if check:
             check_policy(self)
 
@@ -158,7 +160,10 @@ class Policy:
 
 
 def packed_hidden_states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """([T] row of each token, [R, K] hidden states by row) of a policy or critic; tokens may share a row."""
+    """([T] row of each token, [R, K] hidden states by row) of a policy or critic; tokens may share a row.
+
+    Only tokens before policy tokens are sure to have one.
+    """
     layout = shared_layout(batch, model.device) if use_shared(model.device, model.dtype, model.module) else None
     if layout is not None:
         context: AttentionContext = SharedPrefixAttention.of(layout)
@@ -168,9 +173,11 @@ def packed_hidden_states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     else:
         layout = layout_of(batch.lengths, model.device)
         context = PackedAttention(layout)
-    of_row = layout.token_of_row
+    of_row, rows = layout.token_of_row, layout.row_of_token
+    if model.narrows and (read := rows_read(rows, len(of_row), batch.loss_mask)) is not None:
+        context, rows = ReadRows(context, read), renumbered(rows, len(of_row), read)
     hidden = model.hidden_states(batch.token_ids[of_row], batch.positions[of_row], context)
-    return layout.row_of_token, hidden[0]
+    return rows, hidden[0]
 
 
 def decoder_hidden_states(
