@@ -124,7 +124,7 @@ def test_next_token_logits_are_the_models_own() -> None:
     rows, hidden = policy_module.packed_hidden_states(policy, batch)
     policy.module.set_attn_implementation("eager")
     assert torch.allclose(
-        policy.next_token_logits(hidden[rows[:-1]]), policy.module(input_ids=ids[None]).logits[0, :-1], atol=1e-5
+        policy.next_token_logits(hidden[rows]), policy.module(input_ids=ids[None]).logits[0], atol=1e-5
     )
 
 

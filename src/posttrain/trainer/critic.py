@@ -76,7 +76,7 @@ class Critic:
     def values(self, batch: Batch) -> Tensor:
         """[T] float32, differentiable unless under no_grad; 0.0 off the loss mask."""
         batch = batch.to(self.device)
-        rows, hidden = packed_hidden_states(self, batch)
+        rows, hidden = packed_hidden_states(self, batch, before_policy_only=True)
         written = batch.loss_mask.nonzero()[:, 0]
         values = self.head(hidden[rows[written - 1]].to(self.head.weight.dtype))[:, 0]
         return scatter(values, written, len(batch))

@@ -141,7 +141,7 @@ class Policy:
         self, batch: Batch, temperature: float, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         batch = batch.to(self.device)
-        rows, hidden = packed_hidden_states(self, batch)
+        rows, hidden = packed_hidden_states(self, batch, before_policy_only=True)
         written = batch.loss_mask.nonzero()[:, 0]
         before = rows[written - 1]  # token t is predicted from its predecessor, which is of the same segment
         head = head_of(self.module)
@@ -159,10 +159,10 @@ class Policy:
         )
 
 
-def packed_hidden_states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def packed_hidden_states(model: Any, batch: Batch, *, before_policy_only: bool = False) -> tuple[Tensor, Tensor]:
     """([T] row of each token, [R, K] hidden states by row) of a policy or critic; tokens may share a row.
 
-    Only tokens before policy tokens are sure to have one.
+    before_policy_only: tokens that no policy token follows may have none (-1).
     """
     layout = shared_layout(batch, model.device) if use_shared(model.device, model.dtype, model.module) else None
     if layout is not None:
@@ -174,7 +174,7 @@ def packed_hidden_states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         layout = layout_of(batch.lengths, model.device)
         context = PackedAttention(layout)
     of_row, rows = layout.token_of_row, layout.row_of_token
-    if model.narrows and (read := rows_read(rows, len(of_row), batch.loss_mask)) is not None:
+    if before_policy_only and model.narrows and (read := rows_read(rows, len(of_row), batch.loss_mask)) is not None:
         context, rows = ReadRows(context, read), renumbered(rows, len(of_row), read)
     hidden = model.hidden_states(batch.token_ids[of_row], batch.positions[of_row], context)
     return rows, hidden[0]
