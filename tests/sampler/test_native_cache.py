@@ -11,7 +11,7 @@ from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.trainer.policy import Policy
 
-from .tiny import Played, gap, play, policy, prompt, steps, together
+from .tiny import Played, forwarder, gap, play, policy, prompt, steps, together
 
 
 def params(tokens: int = 8) -> SamplingParams:
@@ -23,13 +23,13 @@ class Spy:
 
     def __init__(self, watched: Policy) -> None:
         self.sizes: list[int] = []
-        forward = watched.hidden_states
+        forward = forwarder(watched).hidden_states
 
         def hidden_states(token_ids: torch.Tensor, *rest: object) -> torch.Tensor:
             self.sizes.append(len(token_ids))
             return forward(token_ids, *rest)  # type: ignore[arg-type]
 
-        watched.hidden_states = hidden_states  # type: ignore[method-assign]
+        forwarder(watched).hidden_states = hidden_states  # type: ignore[method-assign]
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,7 @@ from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.sampler.requests import SamplerError
 
 from .test_native_cache import Spy
-from .tiny import gap, play, policy, prompt, steps, together
+from .tiny import forwarder, gap, play, policy, prompt, steps, together
 
 
 def params(tokens: int = 8) -> SamplingParams:
@@ -158,7 +158,7 @@ def test_releasing_a_session_while_it_is_sampled_does_not_disturb_it() -> None:
 def test_an_error_in_the_engine_reaches_every_caller_and_the_sampler_works_again() -> None:
     model = policy()
     sampler = NativeSampler(model, max_batch=2)
-    forward, calls = model.hidden_states, 0
+    forward, calls = forwarder(model).hidden_states, 0
 
     def failing(*arguments: object) -> torch.Tensor:
         nonlocal calls
@@ -167,7 +167,7 @@ def test_an_error_in_the_engine_reaches_every_caller_and_the_sampler_works_again
             raise RuntimeError("the device fell off")
         return forward(*arguments)  # type: ignore[arg-type]
 
-    model.hidden_states = failing  # type: ignore[method-assign]
+    forwarder(model).hidden_states = failing  # type: ignore[method-assign]
 
     async def main() -> list[object]:
         turns = (sampler.sample(prompt(9), params(), seed=i, session=str(i)) for i in range(5))

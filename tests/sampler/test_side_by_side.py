@@ -14,7 +14,7 @@ from posttrain.sampler.requests import SamplerError
 
 from .contract import Case, SamplerContract
 from .test_native_cache import Spy
-from .tiny import END, gap, play, policy, prompt, steps, together, tokenizer
+from .tiny import END, forwarder, gap, play, policy, prompt, steps, together, tokenizer
 
 
 def params(tokens: int = 8) -> SamplingParams:
@@ -48,14 +48,14 @@ def test_groups_stay_together_and_are_spread_evenly() -> None:
 
 def test_the_event_loop_runs_while_the_engines_step() -> None:
     model = policy()
-    forward = model.hidden_states
+    forward = forwarder(model).hidden_states
 
     def slow(*arguments: object) -> torch.Tensor:
         time.sleep(0.05)
         return forward(*arguments)  # type: ignore[arg-type]
 
     sampler = NativeSampler(model, workers=2)
-    model.hidden_states = slow  # type: ignore[method-assign]
+    forwarder(model).hidden_states = slow  # type: ignore[method-assign]
     beats: list[float] = []
 
     async def heart() -> None:
@@ -96,21 +96,21 @@ def test_what_comes_in_during_a_step_is_done_after_it() -> None:
 def test_an_error_in_one_engine_reaches_the_callers_of_all() -> None:
     model = policy()
     sampler = NativeSampler(model, workers=2)
-    forward = model.hidden_states
+    forward = forwarder(model).hidden_states
 
     def failing(token_ids: torch.Tensor, *rest: object) -> torch.Tensor:
         if 77 in token_ids.tolist():
             raise RuntimeError("the device fell off")
         return forward(token_ids, *rest)  # type: ignore[arg-type]
 
-    model.hidden_states = failing  # type: ignore[method-assign]
+    forwarder(model).hidden_states = failing  # type: ignore[method-assign]
 
     async def main() -> list[object]:
         turns = (sampler.sample([77 if i == 3 else 5, i], params(), seed=i) for i in range(4))
         return await asyncio.wait_for(asyncio.gather(*turns, return_exceptions=True), timeout=30)
 
     assert all(isinstance(error, SamplerError) for error in asyncio.run(main()))
-    model.hidden_states = forward  # type: ignore[method-assign]
+    forwarder(model).hidden_states = forward  # type: ignore[method-assign]
     assert gap(model, together(*(play(sampler, prompt(9), params(), seed=i) for i in range(3)))) < 1e-5
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from posttrain.packing import pack
+from posttrain.sampler.lean_decoder import lean_decoder
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.trainer.policy import Policy
 from posttrain.trajectory import Source, Trajectory
@@ -129,6 +130,11 @@ def gap(trainer: Policy, episodes: Sequence[Played], temperature: float = 1.0) -
         logprobs = trainer.logprobs(batch, temperature)
     mask = batch.loss_mask
     return (logprobs[mask].cpu() - batch.rollout_logprobs[mask]).abs().max().item()
+
+
+def forwarder(trainer: Policy) -> Any:
+    """Whose `hidden_states` the sampler's forwards go through."""
+    return lean_decoder(trainer) or trainer
 
 
 async def steps(sampler: Any, count: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # tokens per block of the two-level search
-ONE_LEVEL = 2048  # vocabularies up to this size are searched in one go
+ONE_LEVEL = 512  # vocabularies up to this size are searched in one go
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from posttrain.sampler.cached_attention import CachedAttention, Chunk, ShapeProb
 from posttrain.sampler.decode_ahead import Columns, DecodeAhead
 from posttrain.sampler.draw import draw
 from posttrain.sampler.kv_cache import KVCache, LayerShape
+from posttrain.sampler.lean_decoder import lean_decoder
 from posttrain.sampler.randomness import uniforms
 from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, draw_settings, ends
 from posttrain.sampler.shared_prefix import grouping, leaders
@@ -67,6 +68,7 @@ class Engine:
         self.stats = SamplerStats()
         self.cache = KVCache(_layer_shapes(policy), policy.device)
         self._version = policy.version
+        self._lean = lean_decoder(policy)
         self._ahead = _decode_ahead(policy, self.cache, limits.max_batch)
         self._alike = _Alike([], [], None)
         self._may_admit = False  # whether anything happened that could let a waiting request in
@@ -360,7 +362,7 @@ class Engine:
         ends = [position + 1 for position in positions[:decoded]]
         shared = self._shared_keys(step.decode, rows[:decoded])
         attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks, shared)
-        hidden = self.policy.hidden_states(packed[0], packed[2], attention)[0]
+        hidden = (self._lean or self.policy).hidden_states(packed[0], packed[2], attention)[0]
         self.stats.steps += 1
         self.stats.rows += decoded + len(chunks)
         self.stats.tokens_forwarded += len(ids)

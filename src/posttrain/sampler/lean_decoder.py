@@ -1,0 +1,144 @@
+"""The decoder of the plainest architectures, written out for few tokens in float32 on a CPU.
+
+A decode step of a small model is a few hundred tiny operations around its matrix products; transformers' modules take
+three times as many as are needed, and engines on threads wait for each other's interpreter in every one of them. The
+weights are the modules' own, read anew in every forward. Whatever is not known to be computed exactly so, adapters and
+hooks included, goes through the modules; a comparison with them at the start has the last word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from posttrain.trainer.attention import AttentionContext, exact_attention
+from posttrain.trainer.policy import Policy
+
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # norm, attention, norm, gated SiLU; rotary positions
+TRIAL = (0, 1, 2, 3, 40, 41, 42)  # positions of the tokens of the comparison
+TOLERANCE = 1e-4  # relative to the largest hidden state
+
+_known: WeakKeyDictionary[Policy, LeanDecoder | None] = WeakKeyDictionary()
+
+
+def lean_decoder(policy: Policy) -> LeanDecoder | None:
+    """None where the modules have to do it."""
+    if policy not in _known:
+        _known[policy] = _tried(policy) if _is_plain(policy) else None
+    return _known[policy]
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    scaling: float
+    sliding_window: int | None
+
+
+class LeanDecoder:
+    """Stands in for `Policy.hidden_states`."""
+
+    def __init__(self, decoder: Any, how: dict[int, _How]) -> None:
+        self._decoder = decoder
+        self._how = how  # by layer
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        """[1, R, K] last hidden states of one row of R tokens."""
+        decoder = self._decoder
+        x = F.embedding(token_ids, decoder.embed_tokens.weight)
+        cos, sin = (part[0, :, None] for part in decoder.rotary_emb(x[None], positions[None]))  # [R, 1, D]
+        half = sin.shape[-1] // 2
+        turn = (cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1))
+        for layer_idx, layer in enumerate(decoder.layers):
+            x = self._attended(layer_idx, layer, x, turn, attention)
+            x = _fed_forward(layer, x)
+        return _normed(x, decoder.norm)[None]
+
+    def _attended(
+        self, layer_idx: int, layer: Any, x: Tensor, turn: tuple[Tensor, Tensor], attention: AttentionContext
+    ) -> Tensor:
+        block, how = layer.self_attn, self._how[layer_idx]
+        y = _normed(x, layer.input_layernorm)
+        query, key, value = (
+            F.linear(y, p.weight, p.bias).view(len(x), -1, block.head_dim)
+            for p in (block.q_proj, block.k_proj, block.v_proj)
+        )
+        if hasattr(block, "q_norm"):
+            query, key = _normed(query, block.q_norm), _normed(key, block.k_norm)
+        heads = query.shape[1]
+        both = torch.cat([query, key], dim=1)
+        both = torch.addcmul(both * turn[0], both.roll(both.shape[-1] // 2, -1), turn[1])
+        query, key, value = (part.transpose(0, 1)[None] for part in (both[:, :heads], both[:, heads:], value))
+        window = how.sliding_window
+        out = attention.attend(layer_idx, query, key, value, scaling=how.scaling, sliding_window=window)
+        return _added(x, out.reshape(len(x), -1), block.o_proj)
+
+
+def _fed_forward(layer: Any, x: Tensor) -> Tensor:
+    mlp = layer.mlp
+    y = _normed(x, layer.post_attention_layernorm)
+    gate = F.silu(F.linear(y, mlp.gate_proj.weight, mlp.gate_proj.bias), inplace=True)
+    return _added(x, gate.mul_(F.linear(y, mlp.up_proj.weight, mlp.up_proj.bias)), mlp.down_proj)
+
+
+def _normed(x: Tensor, norm: Any) -> Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _added(x: Tensor, y: Tensor, linear: Any) -> Tensor:
+    """x + linear(y)"""
+    out = torch.addmm(x, y, linear.weight.t())
+    return out if linear.bias is None else out.add_(linear.bias)
+
+
+def _is_plain(policy: Policy) -> bool:
+    modules = list(policy.decoder.modules())
+    return (
+        policy.device.type == "cpu"
+        and policy.config.model_type in MODEL_TYPES
+        and all(p.dtype == torch.float32 for p in policy.decoder.parameters())
+        and all(type(m) is nn.Linear for m in modules if isinstance(m, nn.Linear) or hasattr(m, "base_layer"))
+        and type(getattr(policy.decoder, "embed_tokens", None)) is nn.Embedding
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+    )
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Plain causal attention that remembers how it was asked."""
+
+    how: dict[int, _How] = field(default_factory=dict[int, _How])
+    extras: bool = False
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        **extras: Any,
+    ) -> Tensor:
+        self.how[layer_idx] = _How(scaling, sliding_window)
+        self.extras |= bool(extras)
+        visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        return exact_attention(query, key, value, visible, scaling=scaling, **extras).transpose(1, 2)
+
+
+@torch.inference_mode()
+def _tried(policy: Policy) -> LeanDecoder | None:
+    positions = torch.tensor(TRIAL)
+    token_ids = torch.arange(len(TRIAL)) % policy.decoder.embed_tokens.num_embeddings  # type: ignore[union-attr]
+    trial = _Trial()
+    expected = policy.hidden_states(token_ids, positions, trial)
+    lean = LeanDecoder(policy.decoder, trial.how)
+    if trial.extras:
+        return None
+    found = lean.hidden_states(token_ids, positions, _Trial())
+    return lean if (found - expected).abs().max() <= TOLERANCE * expected.abs().max() else None
