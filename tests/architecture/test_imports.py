@@ -41,7 +41,15 @@ LAYERS = {
 }
 # A room may import another one of its own layer only where it is named here.
 SIBLINGS = {("trajectory", "task"), ("loops", "cluster"), ("cluster", "loops"), ("cli", "compat"), ("cli", "demo")}
-STANDARD_LIBRARY_ONLY = ("task", "trajectory", "envs.protocol", "sampler.protocol", "runs.checkpoint", "runs.durable")
+STANDARD_LIBRARY_ONLY = (
+    "task",
+    "trajectory",
+    "envs.protocol",
+    "tools.protocol",
+    "sampler.protocol",
+    "runs.checkpoint",
+    "runs.durable",
+)
 HEAVY = {"ray", "vllm", "faiss", "fastmcp", "fastapi", "uvicorn", "duckdb", "matplotlib", "tensorboard", "wandb"}
 MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "retrieval.server": {"fastapi", "uvicorn"},
