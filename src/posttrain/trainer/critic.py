@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from posttrain.packing import Batch
 from posttrain.trainer.last_layer import prepare_last_layer
 from posttrain.trainer.loading import ModelError, load_decoder, no_progress_bars, pick_device, pick_dtype
+from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.policy import decoder_hidden_states, packed_hidden_states, scatter
 
@@ -36,6 +37,7 @@ class Critic:
     def __init__(self, module: nn.Module, head: nn.Linear) -> None:
         self.module = module
         self.head = head
+        quicken_norms(module)
         self.narrows = prepare_last_layer(module)
 
     @classmethod

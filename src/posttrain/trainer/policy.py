@@ -28,6 +28,7 @@ from posttrain.trainer.loading import (
     pick_device,
     pick_dtype,
 )
+from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.prefix import SharedPrefixAttention, shared_layout, use_shared
 from posttrain.trainer.prefix_varlen import VarlenAttention, varlen_layout
 
@@ -40,6 +41,7 @@ class Policy:
         self.version = version
         self.rule = logits_rule(module)
         self.decoder = decoder_of(module)
+        quicken_norms(self.decoder)
         self.narrows = check and prepare_last_layer(self.decoder)
         if check:
             check_policy(self)
