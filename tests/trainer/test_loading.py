@@ -53,7 +53,8 @@ def test_the_saved_model_is_a_plain_transformers_model(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8]])
     policy.module.set_attn_implementation("sdpa")
-    assert torch.allclose(plain(ids).logits, policy.module(ids).logits, atol=1e-6)
+    with torch.no_grad():  # with gradients the policy's norms round differently
+        assert torch.allclose(plain(ids).logits, policy.module(ids).logits, atol=1e-6)
 
 
 def test_p121_every_real_chat_template_survives_byte_for_byte(tmp_path: Path, shared_data: Path) -> None:

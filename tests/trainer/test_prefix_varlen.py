@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_the_plain_layout(
     monkeypatch.setattr(policy_module, "use_varlen", lambda *_: True)
     monkeypatch.setattr(prefix_varlen, "packed_flash_attention", plain_attention)
     for ours, reference in zip(run(packed), plain, strict=True):
-        torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours, reference, atol=1e-5 * max(1.0, reference.abs().max().item()), rtol=1e-4)
 
 
 def test_a_row_that_several_tokens_share_is_computed_once() -> None:
