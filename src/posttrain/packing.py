@@ -83,7 +83,8 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
         token_ids=_joined((t.token_ids for t in trajectories), np.int64),
         positions=torch.cat([torch.arange(length) for length in lengths]),
         segment_ids=torch.arange(len(lengths)).repeat_interleave(repeats),
-        loss_mask=_joined((t.loss_mask for t in trajectories), np.bool_),
+        loss_mask=torch.frombuffer(bytearray().join(bytes(t.source) for t in trajectories), dtype=torch.uint8)
+        == Source.POLICY,
         episode_index=torch.tensor(episode_index).repeat_interleave(repeats),
         group_index=torch.tensor(group_index).repeat_interleave(repeats),
         rollout_logprobs=_joined((t.rollout_logprobs for t in trajectories), np.float32),

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ from posttrain.trainer.parallel import threads
 from posttrain.trainer.policy import Policy
 
 SETTLE_TURNS = 64  # at most so many turns of the event loop between two forwards
+PAUSE_SECONDS = 0.005  # the longest that timers and the network wait for the engine
 QUIET_TURNS = 16  # on a loop that does not show its queue: so many turns without a new request
 MOST_WORKERS = 4
 CPU_KV_GIB = 2.0
@@ -218,10 +220,14 @@ class NativeSampler:
     async def _run_here(self) -> None:
         """The only engine, on the loop itself."""
         (engine,) = self.engines
+        quiet, settled = True, time.monotonic()
         while engine.has_work:
-            for request in engine.step():
+            finished = engine.step()
+            for request in finished:
                 self._answer(request)
-            await self._settle()
+            # while nobody got an answer, only the clock and the network can have moved anyone
+            if finished or not quiet or time.monotonic() - settled > PAUSE_SECONDS:
+                quiet, settled = await self._settle(), time.monotonic()
 
     async def _run_threads(self, pool: ThreadPoolExecutor) -> None:
         """See the module's docstring for the order in which results are given out."""
@@ -242,8 +248,8 @@ class NativeSampler:
             await self._settle()
             self._giving = None
 
-    async def _settle(self) -> None:
-        """Lets everything run that can run without waiting for the clock or the network.
+    async def _settle(self) -> bool:
+        """Lets everything run that can run without waiting for the clock or the network; False if there was too much.
 
         asyncio's own loops show their queue of ready callbacks; when it is empty after our turn, nobody else can move.
         """
@@ -253,11 +259,12 @@ class NativeSampler:
             await asyncio.sleep(0)
             if ready is not None:
                 if not ready:
-                    return
+                    return True
                 continue
             quiet, seen = (quiet + 1, seen) if seen == self._submitted else (0, self._submitted)
             if quiet >= QUIET_TURNS:
-                return
+                return True
+        return False
 
     def _ready_queue(self) -> Collection[object] | None:
         """What the loop is about to run, where the loop shows it (asyncio's own do, uvloop does not)."""
