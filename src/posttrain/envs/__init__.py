@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from posttrain.envs.coerce import coerce_text
+from posttrain.envs.interaction import Interaction, InteractionEnv, Reply
 from posttrain.envs.protocol import Action, Env, Observation, Step
 from posttrain.envs.search import SEARCH_R1_PROMPT, SearchEnv, search_prompt
 from posttrain.envs.single_turn import SingleTurnEnv
@@ -14,7 +15,10 @@ __all__ = [
     "SEARCH_R1_PROMPT",
     "Action",
     "Env",
+    "Interaction",
+    "InteractionEnv",
     "Observation",
+    "Reply",
     "SearchEnv",
     "SingleTurnEnv",
     "Step",
@@ -23,6 +27,7 @@ __all__ = [
 ]
 
 ENVS: dict[str, Callable[..., Env]] = {
+    "interaction": InteractionEnv,
     "search": SearchEnv,
     "single_turn": SingleTurnEnv,
 }
