@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.data import DataError, TaskSet, TaskSource, TaskStream
+from posttrain.data.config import CurriculumConfig
 from posttrain.task import Task
 
 
@@ -240,3 +241,60 @@ def test_task_sets_are_never_empty_and_ids_unique() -> None:
         TaskSet(sources=(pool("a", 2), pool("a", 1)))
     with pytest.raises(DataError, match="every source a weight or none"):
         stream(pool("a", 2, 1.0), pool("b", 2))
+
+
+def curriculum(size: int, rest_epochs: int = 2, seed: int = 0) -> TaskStream:
+    rests = CurriculumConfig(low=0.1, high=0.9, rest_epochs=rest_epochs)
+    return TaskStream(TaskSet(sources=(pool("a", size),)), seed=seed, curriculum=rests)
+
+
+def test_tasks_that_teach_nothing_rest_and_come_back() -> None:
+    tasks = curriculum(10)
+    first = ids(tasks.next(10))
+    tasks.report(dict.fromkeys(first, 0.5) | {first[0]: 1.0, first[1]: 0.1, first[2]: 0.0})
+    assert tasks.resting == 3
+    for _ in range(2):
+        assert set(ids(tasks.next(7))) == set(first[3:])
+    assert tasks.resting == 0
+    assert set(ids(tasks.next(10))) == set(first)
+
+
+def test_when_all_rest_all_are_called_back() -> None:
+    tasks = curriculum(4)
+    tasks.report(dict.fromkeys(ids(tasks.next(4)), 1.0))
+    assert len(set(ids(tasks.next(4)))) == 4
+
+
+def test_a_task_is_passed_over_at_once_when_its_group_came_in_after_the_epoch_had_ended() -> None:
+    tasks = curriculum(4)
+    drawn = ids(tasks.next(5))  # the fifth begins the second epoch
+    tasks.report(dict.fromkeys(drawn, 0.0) | {drawn[4]: 0.5})
+    assert ids(tasks.next(1)) == [drawn[4]], "nobody else is awake, and its own epoch is over"
+
+
+@given(
+    size=st.integers(1, 9),
+    rounds=st.lists(st.tuples(st.integers(1, 6), st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=6, max_size=6))),
+    stop=st.integers(0, 20),
+)
+def test_a_resumed_curriculum_goes_on_as_if_nothing_had_happened(
+    size: int, rounds: list[tuple[int, list[float]]], stop: int
+) -> None:
+    whole, resumed = curriculum(size), curriculum(size)
+    for number, (count, scores) in enumerate(rounds):
+        drawn = ids(whole.next(count))
+        whole.report(dict(zip(drawn, scores, strict=False)))
+        if number >= stop:
+            assert ids(resumed.next(count)) == drawn
+            resumed.report(dict(zip(drawn, scores, strict=False)))
+        if number + 1 == stop:
+            assert resumed.load_state_dict(through_json(whole.state_dict())) == []
+    assert stop > len(rounds) or resumed.state_dict() == whole.state_dict()
+
+
+def test_a_range_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be below high"):
+        CurriculumConfig(low=0.5, high=0.5)
+    with pytest.raises(ValueError, match="leave `curriculum` out"):
+        CurriculumConfig(low=None, high=None)
+    assert CurriculumConfig(low=None, high=0.9).teaches(0.0)

@@ -295,6 +295,36 @@ def test_p115_the_end_of_an_epoch_is_not_the_end_of_the_run(tmp_path: Path):
     assert metric_rows(run)[4]["data/epoch"] == 2.0
 
 
+BY_TASK = """
+def by_task(episode, task):
+    return {"0": 1.0, "1": 0.0}.get(task.id[-1], len(episode.final_text) % 5 / 10 + 0.1)
+"""
+
+
+def test_tasks_that_teach_nothing_rest_also_across_a_kill(tmp_path: Path):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    shape: dict[str, Any] = {
+        "code": BY_TASK,
+        "reward": "by_task",
+        "data": {"curriculum": {"rest_epochs": 2}},
+        "run": {"steps": 6},
+        "checkpoint": {"every": 1},
+        "limits": {"max_turn_tokens": 2},
+    }
+    whole = trained(toy_config(tmp_path / "whole", **shape))
+    asked = _asked(whole)
+    assert sorted(asked[:4]) == [f"train/{i}" for i in range(4)]
+    assert sorted(asked[4:8]) == ["train/2", "train/2", "train/3", "train/3"]
+    assert sorted(asked[8:]) == [f"train/{i}" for i in range(4)]
+    assert [row["data/resting"] for row in metric_rows(whole).values()][1] == 2
+    killed_after(rl.start(toy_config(tmp_path / "killed", **shape)), 3)
+    run = rl.resume(tmp_path / "killed" / "run")
+    rl.train(run)
+    run.close()
+    assert _asked(run) == asked
+
+
 def _asked(run: rl.Run) -> list[str]:
     """Task ids in the order in which they were asked; group ids hold step and place."""
     places = {t.group_id: t.task_id for step in range(1, run.step + 1) for t in of_step(run, step)}

@@ -97,6 +97,31 @@ def _sources(value: Any) -> Any:
 Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_sources)]
 
 
+class CurriculumConfig(BaseModel):
+    """Tasks that taught nothing rest for a while: the mean score of their group was at or beyond an end of the range.
+
+    Their turn comes again, since what is too hard now may not stay so. low, high: scores, as the reward gives them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    low: float | None = 0.0  # a mean of this or less: too hard just now; null: hard tasks never rest
+    high: float | None = 1.0  # a mean of this or more: too easy; null: easy tasks never rest
+    rest_epochs: int = Field(default=2, ge=1)  # passes over the source that such a task sits out
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> CurriculumConfig:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low ({self.low}) must be below high ({self.high})")
+        if self.low is None and self.high is None:
+            raise ValueError("without low and high no task would ever rest; leave `curriculum` out")
+        return self
+
+    def teaches(self, mean: float) -> bool:
+        """Whether a group with this mean score lies inside the range."""
+        return (self.low is None or mean > self.low) and (self.high is None or mean < self.high)
+
+
 class DataConfig(BaseModel):
     """Training and evaluation tasks. The short form is `train: path/to/file`."""
 
@@ -111,6 +136,7 @@ class DataConfig(BaseModel):
     invalid: Literal["error", "drop"] = "error"  # what becomes of rows that cannot be used
     changed: Literal["error", "continue"] = "error"  # on resume, when rows were added, removed or edited
     shuffle: bool = True
+    curriculum: CurriculumConfig | None = None  # training tasks rest by their accept rate
     seed: int | None = None  # of the order of tasks; None = the seed of the run
 
     @model_validator(mode="after")

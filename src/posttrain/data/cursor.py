@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from posttrain.data.config import CurriculumConfig
 from posttrain.data.ids import content_digest, digest_of
 from posttrain.data.problems import DataError
 from posttrain.data.taskset import TaskSet
@@ -27,9 +28,12 @@ class TaskStream:
     whole draw, so that the mixture holds in every batch and not only on average.
     """
 
-    def __init__(self, tasks: TaskSet, *, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, tasks: TaskSet, *, seed: int, shuffle: bool = True, curriculum: CurriculumConfig | None = None
+    ) -> None:
         self.seed = seed
         self.shuffle = shuffle
+        self.curriculum = curriculum
         weights = [source.weight for source in tasks.sources if source.weight is not None]
         if weights and len(weights) != len(tasks.sources):
             raise DataError("give every source a weight or none")
@@ -51,6 +55,20 @@ class TaskStream:
             raise ValueError(f"count must be >= 1, got {count}")
         return [self._next_lane().draw() for _ in range(count)]
 
+    def report(self, mean_scores: Mapping[str, float]) -> None:
+        """How the tasks drawn for a step did, each once, by id. Without a curriculum nothing comes of it."""
+        if self.curriculum is None:
+            return
+        for lane in self._lanes:
+            for task_id in mean_scores.keys() & lane.tasks.keys():
+                teaches = self.curriculum.teaches(mean_scores[task_id])
+                lane.rest(task_id, 0 if teaches else self.curriculum.rest_epochs)
+
+    @property
+    def resting(self) -> int:
+        """Tasks that will be passed over in the next epoch of their lane."""
+        return sum(until > lane.epoch + 1 for lane in self._lanes for until in lane.resting.values())
+
     @property
     def drawn(self) -> int:
         """Tasks handed out since the start of the run (or since the weights changed)."""
@@ -59,7 +77,7 @@ class TaskStream:
     @property
     def epochs(self) -> dict[str, float]:
         """Passes made over each lane; the single lane of an unweighted stream is called ''."""
-        return {lane.name: lane.epoch + len(lane.consumed) / len(lane.tasks) for lane in self._lanes}
+        return {lane.name: lane.epoch + lane.progress for lane in self._lanes}
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON: per lane the epoch and the ids consumed in it, in order."""
@@ -127,20 +145,42 @@ class _Lane:
         self.drawn = 0
         self._order = order
         self._digest = _digest_of(tasks)
+        self.resting: dict[str, int] = {}  # task id -> the first epoch in which it is drawn again
         self._queue = order(self.tasks, 0)[::-1]
+
+    @property
+    def progress(self) -> float:
+        """Share of the epoch that is over."""
+        return len(self.consumed) / max(1, len(self.consumed) + len(self._queue))
+
+    def rest(self, task_id: str, epochs: int) -> None:
+        """Passes `task_id` over in the next `epochs` epochs (and in this one, if it began since the task was drawn); 0
+        calls it back."""
+        self.resting.pop(task_id, None)
+        if epochs:
+            self.resting[task_id] = self.epoch + 1 + epochs
+            self._queue = [other for other in self._queue if other != task_id]
 
     def draw(self) -> Task:
         if not self._queue:
             self.epoch += 1
             self.consumed = []
-            self._queue = self._order(self.tasks, self.epoch)[::-1]
+            self._queue = self._awake()
         task_id = self._queue.pop()
         self.consumed.append(task_id)
         self.drawn += 1
         return self.tasks[task_id]
 
+    def _awake(self) -> list[str]:
+        """The tasks of an epoch that begins, next one last. When all rest, all are called back."""
+        self.resting = {task_id: until for task_id, until in self.resting.items() if until > self.epoch}
+        if len(self.resting) == len(self.tasks):
+            self.resting = {}
+        return [task_id for task_id in self._order(self.tasks, self.epoch)[::-1] if task_id not in self.resting]
+
     def state(self) -> dict[str, Any]:
-        return {
+        resting = {"resting": dict(self.resting)} if self.resting else {}
+        return resting | {
             "name": self.name,
             "share": self.share,
             "drawn": self.drawn,
@@ -155,8 +195,10 @@ class _Lane:
         self.epoch = state["epoch"] if state else 0
         self.drawn = state["drawn"] if state and keep_count else 0
         self.consumed = [task_id for task_id in state["consumed"] if task_id in self.tasks] if state else []
-        consumed = set(self.consumed)
-        self._queue = [task_id for task_id in self._order(self.tasks, self.epoch)[::-1] if task_id not in consumed]
+        resting = state.get("resting", {}) if state else {}
+        self.resting = {task_id: until for task_id, until in resting.items() if task_id in self.tasks}
+        out = {*self.consumed, *self.resting}
+        self._queue = [task_id for task_id in self._order(self.tasks, self.epoch)[::-1] if task_id not in out]
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         label = _label(self.name)

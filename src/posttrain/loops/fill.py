@@ -69,6 +69,15 @@ def scores_by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[float]
     return {group: list(values.values()) for group, values in scores.items()}
 
 
+def mean_scores(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """By task id, over all groups of the task (an epoch may end within a step); a task without a score is left out."""
+    task_of = {t.group_id: t.task_id for t in trajectories}
+    scores: dict[str, list[float]] = {}
+    for group, values in scores_by_group(trajectories).items():
+        scores.setdefault(task_of[group], []).extend(values)
+    return {task_id: sum(values) / len(values) for task_id, values in scores.items() if values}
+
+
 def inside(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> dict[str, bool]:
     """Whether each group is one to learn from; all are without dynamic sampling."""
     config = algorithm.dynamic_sampling

@@ -203,6 +203,8 @@ def record_progress(metrics: Metrics, learner: Learner, stream: TaskStream) -> N
     metrics.record("train/optimizer_steps", learner.optimizer.steps_done)
     metrics.record("data/consumed", stream.drawn)
     metrics.record("data/epoch", min(stream.epochs.values()))
+    if stream.curriculum is not None:
+        metrics.record("data/resting", stream.resting)
 
 
 def _record_gap(metrics: Metrics, first: Update) -> None:

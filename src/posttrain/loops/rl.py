@@ -29,7 +29,7 @@ from posttrain.loops.build import (
 from posttrain.loops.collect import Collector, TooManyInvalid, check_invalid_share, usable
 from posttrain.loops.credit import assign_credit, kl_of_some
 from posttrain.loops.evaluate import Evaluation, evaluate
-from posttrain.loops.fill import accepted_groups, fill_step, record_filter
+from posttrain.loops.fill import accepted_groups, fill_step, mean_scores, record_filter
 from posttrain.loops.learner import Learner, make_learner, save_learner
 from posttrain.loops.record import record_credit, record_groups, record_progress, record_rollout, record_updates
 from posttrain.loops.update import Update, offending_episodes, update
@@ -199,6 +199,7 @@ def _roll_out(run: Run, runner: asyncio.Runner, metrics: Metrics) -> list[Trajec
     sizes = {"prompts": batch.prompts_per_step, "group_size": batch.samples_per_prompt}
     filled = runner.run(fill_step(run.stream.next, run.collector, algorithm, **sizes, step=run.step + 1))
     record_filter(metrics, filled, algorithm)
+    run.stream.report(mean_scores(filled.trajectories))
     return filled.trajectories
 
 
@@ -284,7 +285,9 @@ def _assemble(
         parts=parts,
         learner=learner,
         sampler=sampler,
-        stream=TaskStream(parts.train, seed=stream_seed, shuffle=config.data.shuffle),
+        stream=TaskStream(
+            parts.train, seed=stream_seed, shuffle=config.data.shuffle, curriculum=config.data.curriculum
+        ),
         collector=replace(
             make_collector(config, parts, sampler, training_params(config)), credit=training_credit(config)
         ),

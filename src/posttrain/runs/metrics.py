@@ -112,6 +112,7 @@ METRICS: dict[str, Metric] = {
     # data
     "data/consumed": Metric("step", "last", "tasks asked since the start of the run"),
     "data/epoch": Metric("step", "last", "passes over the training data"),
+    "data/resting": Metric("step", "last", "tasks that the curriculum will pass over in the next epoch"),
     # evaluation
     "eval/reward": Metric("episode", "mean", "reward over the evaluation tasks that could be scored"),
     "eval/component/<name>": Metric("episode", "mean", "a named part of the score"),
