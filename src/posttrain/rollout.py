@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from posttrain.chat import ChatError
+from posttrain.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.budget import ObservationCutter, TextCodec
-from posttrain.envs.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.protocol import Action, Env, Observation, Step, check_env
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.task import EpisodeInvalid, Invalid, Message, Score, Task, as_outcome

@@ -3,8 +3,8 @@ import json
 
 import pytest
 
+from posttrain.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs import ENVS, SingleTurnEnv, coerce_text
-from posttrain.envs.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.protocol import Action, Observation
 from posttrain.task import Task
 from posttrain.trajectory import StopReason
@@ -55,7 +55,7 @@ def test_p58_values_json_does_not_know_are_shown_not_raised() -> None:
 
 
 def test_p54_code_that_swallows_its_cancellation_cannot_hold_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.envs.deadline.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("posttrain.deadline.GRACE_SECONDS", 0.05)
     release = asyncio.Event()
 
     async def stubborn() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from posttrain.envs.coerce import coerce_text
+from posttrain.coerce import coerce_text
 from posttrain.envs.interaction import Interaction, InteractionEnv, Reply
 from posttrain.envs.protocol import Action, Env, Observation, Step
 from posttrain.envs.search import SEARCH_R1_PROMPT, SearchEnv, search_prompt

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from posttrain.envs.coerce import coerce_text
+from posttrain.coerce import coerce_text
 from posttrain.envs.protocol import Observation
 from posttrain.task import Message
 from posttrain.trajectory import Source

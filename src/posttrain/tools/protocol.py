@@ -48,11 +48,15 @@ def _restored(status: CallStatus, message: str, transient: bool, retry_after: fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """What the policy is told. `parameters` is the JSON schema of an object."""
+    """What the policy is told. `parameters` is the JSON schema of an object.
+
+    version: another one where the same arguments may now give something else; stored results belong to one version.
+    """
 
     name: str
     description: str
     parameters: dict[str, Any]
+    version: str = ""
 
     def schema(self) -> dict[str, Any]:
         """The form that chat templates and OpenAI's API take."""

@@ -6,8 +6,11 @@ Synchronous code that never awaits blocks the event loop and cannot be stopped f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Never, TypeVar
 
 T = TypeVar("T")
 GRACE_SECONDS = 1.0  # what cancelled code gets to end before it is left behind
@@ -44,3 +47,37 @@ async def within(call: Awaitable[T], ends: float | None) -> T:
 def _leave(job: asyncio.Future[Any]) -> None:
     job.cancel()
     job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no "never retrieved" warning
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Runs `call` in a thread of its own that does not keep the program alive; cancelled, its result is dropped.
+
+    The event loop's executor would do neither: a few hung calls fill it, and its threads are joined at the end.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Callable[[], T]] = loop.create_future()
+
+    def settle(outcome: Callable[[], T]) -> None:
+        if not future.done():  # else the caller gave up
+            future.set_result(outcome)
+
+    def work() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            outcome = partial(_raise, error)
+        else:
+            outcome = partial(_identity, result)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, daemon=True, name="posttrain-call").start()
+    return (await future)()
+
+
+def _raise(error: BaseException) -> Never:
+    raise error
+
+
+def _identity(result: T) -> T:
+    return result

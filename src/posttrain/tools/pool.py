@@ -1,0 +1,176 @@
+"""Worker processes for one function: started when first needed, used again, killed with all their children.
+
+Threads and signals cannot end `while True: pass` in C code; a process can be ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.deadline import in_thread
+from posttrain.tools.processes import TOKEN, kill_tree
+from posttrain.tools.protocol import ToolError, ToolResult
+from posttrain.tools.schema import ToolDefinitionError
+from posttrain.tools.worker import PARENT_PIPE, WorkerJob, receive, send
+from posttrain.trajectory import CallStatus
+
+_CRASHES = {
+    "SIGKILL": "it was killed, perhaps because the machine had no memory left",
+    "SIGSEGV": "a segmentation fault",
+}
+
+
+class WorkerDied(Exception):
+    """The process is gone; `returncode` is that of subprocess.Popen."""
+
+    def __init__(self, returncode: int | None) -> None:
+        super().__init__(_reason(returncode))
+        self.returncode = returncode
+
+
+class Worker:
+    """One process. Starting it and talking to it block."""
+
+    def __init__(self, job: WorkerJob) -> None:
+        self.token = secrets.token_hex(8)
+        reading, self._life = os.pipe()  # the worker ends when our end of this pipe is closed
+        paths = [os.path.abspath(path) for path in sys.path]  # '' is the working folder
+        marks = {TOKEN: self.token, PARENT_PIPE: str(reading), "PYTHONPATH": os.pathsep.join(paths)}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from posttrain.tools.worker import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **marks},
+                pass_fds=(reading,),
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        finally:
+            os.close(reading)
+        self.kill = weakref.finalize(self, _kill, self._process, self.token, self._life)  # also at the program's end
+        self._load(job)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.kill.alive and self._process.poll() is None
+
+    def exchange(self, message: Any) -> Any:
+        """The worker's answer. Raises WorkerDied, also when another thread kills it meanwhile."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None, "opened with a pipe"
+        assert stdout is not None, "opened with a pipe"
+        try:
+            send(stdin, message)  # type: ignore[arg-type]
+            return receive(stdout)  # type: ignore[arg-type]
+        except (EOFError, OSError, ValueError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5.0)
+            self.kill()
+            raise WorkerDied(self._process.returncode) from None
+
+    def _load(self, job: WorkerJob) -> None:
+        try:
+            problem = self.exchange(job)
+        except WorkerDied as error:
+            raise ToolDefinitionError(f"tool {job.name}: its process ended before it was ready: {error}") from error
+        if problem is not None:
+            self.kill()
+            raise ToolDefinitionError(f"tool {job.name} ({job.location}) cannot be loaded in its process:\n{problem}")
+
+
+class WorkerPool:
+    """At most `size` workers. Usable from several event loops, one after the other."""
+
+    def __init__(self, job: WorkerJob, *, size: int) -> None:
+        self.job = job
+        self._size = size
+        self._room: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._idle: list[Worker] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Raises ToolError. When cancelled, the worker is killed with all its children before this returns."""
+        room = self._room.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._size))
+        async with room:
+            return await self._ask(await self._worker(), arguments)
+
+    async def _ask(self, worker: Worker, arguments: Mapping[str, Any]) -> ToolResult:
+        try:
+            reply = await in_thread(lambda: worker.exchange(dict(arguments)))
+        except WorkerDied as error:
+            raise ToolError(CallStatus.FAILED, f"the process of {self.job.name} ended: {error}") from error
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.ensure_future(in_thread(worker.kill)))
+            raise
+        self._give_back(worker)
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    def close(self) -> None:
+        self._closed = True
+        while self._idle:
+            self._idle.pop().kill()
+
+    async def _worker(self) -> Worker:
+        """One that starts for a call which is given up meanwhile waits for the next: slow imports are done once."""
+        starting = asyncio.ensure_future(in_thread(self._take))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(self._keep)
+            raise
+
+    def _keep(self, started: asyncio.Future[Worker]) -> None:
+        if not started.cancelled() and started.exception() is None:
+            self._give_back(started.result())
+
+    def _take(self) -> Worker:
+        """Blocks while a worker starts."""
+        with self._lock:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_alive:
+                    return worker
+                worker.kill()
+        return Worker(self.job)
+
+    def _give_back(self, worker: Worker) -> None:
+        if self._closed or not worker.is_alive:
+            worker.kill()
+        else:
+            self._idle.append(worker)
+
+
+def _reason(returncode: int | None) -> str:
+    if returncode is None or returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    return f"{name}: {_CRASHES[name]}" if name in _CRASHES else name
+
+
+def _kill(process: subprocess.Popen[bytes], token: str, life: int) -> None:
+    """Ends and reaps the process, its children, and closes its pipes."""
+    kill_tree(process.pid, token)
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    os.close(life)

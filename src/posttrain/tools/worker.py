@@ -1,0 +1,140 @@
+"""The process in which sync tools run, so that they can be killed: `main` is started by `posttrain.tools.pool`.
+
+Speaks with its parent over stdin and stdout: first a WorkerJob, answered by None or a text that says why it cannot be
+loaded; then any number of argument dicts, each answered by a ToolResult or an exception. What the tool prints goes to
+stderr. It ends with its parent, even in the midst of a call, and so does all that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from posttrain.location import locate
+from posttrain.tools.invoke import as_error, as_result
+from posttrain.tools.processes import TOKEN, kill_tree
+from posttrain.tools.protocol import ToolError
+from posttrain.tools.schema import Signature
+from posttrain.trajectory import CallStatus
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
+PARENT_PIPE = "POSTTRAIN_PARENT_PIPE"  # environment variable: number of the descriptor that ends with the parent
+_HEADER_BYTES = 8
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJob:
+    """What a worker is for: a function by its location, options that the policy does not see, and its memory."""
+
+    name: str
+    location: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    memory_bytes: int | None = None  # of address space
+
+    def load(self) -> Callable[[Mapping[str, Any]], Any]:
+        found = locate(self.location)
+        function = getattr(found, "function", found)  # a FunctionTool holds its function
+        signature = Signature(function, self.name, given=self.options)
+        return lambda arguments: function(**signature.bind(arguments), **self.options)
+
+
+def send(stream: BinaryIO, message: Any) -> None:
+    """Length-prefixed pickles: only between this program and processes that it started itself."""
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.write(len(payload).to_bytes(_HEADER_BYTES, "little") + payload)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> Any:
+    """The next message; EOFError when the other side is gone."""
+    header = stream.read(_HEADER_BYTES)
+    if len(header) < _HEADER_BYTES:
+        raise EOFError("the other process closed its pipe")
+    size = int.from_bytes(header, "little")
+    payload = stream.read(size)
+    if len(payload) < size:
+        raise EOFError("the other process died while writing")
+    return pickle.loads(payload)
+
+
+def main() -> None:
+    _adopt_orphans()
+    _end_with_parent()
+    requests, replies = _claim_pipes()
+    job: WorkerJob = receive(requests)
+    try:
+        call = job.load()
+        _limit_memory(job.memory_bytes)
+    except BaseException:
+        send(replies, traceback.format_exc())
+        return
+    send(replies, None)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            _answer(replies, job.name, call, receive(requests))
+
+
+def _answer(replies: BinaryIO, name: str, call: Callable[[Mapping[str, Any]], Any], arguments: Any) -> None:
+    reply: Any
+    try:
+        reply = as_result(call(arguments))
+    except (Exception, SystemExit) as error:
+        reply = as_error(name, error)
+    try:
+        pickle.dumps(reply)
+    except Exception as error:
+        reply = ToolError(CallStatus.FAILED, f"the result of {name} cannot leave its process: {error}")
+    send(replies, reply)
+
+
+def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Keeps stdin and stdout for messages; the tool's own reading and printing must not meet them."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _adopt_orphans() -> None:
+    """Children that leave their parent become ours instead of init's, so that they are found and killed."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_with_parent() -> None:
+    """A watcher beside the worker reads a pipe that ends when the parent does.
+
+    A thread could not: a call that holds the interpreter lock, such as `9**9**9**9`, would hold it too.
+    """
+    pipe = int(os.environ.pop(PARENT_PIPE, "-1"))
+    if pipe < 0 or not hasattr(os, "fork"):
+        return
+    worker = os.getpid()
+    if os.fork():
+        os.close(pipe)
+        return
+    for stream in (0, 1, 2):  # the worker's end must be seen when it dies
+        os.close(stream)
+    os.read(pipe, 1)
+    kill_tree(worker, os.environ.get(TOKEN, ""))
+    os._exit(1)
+
+
+def _limit_memory(size: int | None) -> None:
+    if size is not None and resource is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
