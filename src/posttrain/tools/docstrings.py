@@ -21,6 +21,8 @@ _SPHINX_FIELD = re.compile(r"^:\w[^:]*:")
 
 @dataclass(frozen=True, slots=True)
 class Docstring:
+    """What was found; parameters by name."""
+
     description: str = ""
     parameters: dict[str, str] = field(default_factory=dict[str, str])
 
