@@ -37,7 +37,7 @@ def test_every_command_explains_itself_and_each_of_its_options(command: Command)
         shown = command(name, "--help")
         assert shown.code == 0
         assert shown.err == ""
-        assert re.search(r"Usage: .*\n\s*\n ?\w.{15,}", shown.out), (
+        assert re.search(r"Usage: (?:.*\S.*\n)+\s*\n ?\w.{15,}", shown.out), (
             f"{name}: no sentence says what it does\n{shown.out}"
         )
         assert max(map(len, shown.out.splitlines())) <= 100

@@ -20,6 +20,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. run.seed=1", show_default=False)]
+ANSWERS = Path("answers.jsonl")
 AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON line instead of a table.")]
 
 
@@ -104,6 +105,33 @@ def evaluate(
         _print(report(run))
         typer.echo(f"written to {folder}")
     run.check()
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Argument(help="A run directory, checkpoint, config file, or (with --config) model.")],
+    file: Annotated[str, typer.Argument(help="The prompts: parquet or jsonl, read like the config's data.")],
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="A jsonl file; what it holds already is not asked again.")] = Path(
+        "out.jsonl"
+    ),
+    config: Annotated[Path | None, typer.Option(help="Put the target into the world of this config.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Episodes per prompt; several need eval.temperature=1.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a file of prompts with a model and its tools; one JSON line per episode, nothing judged."""
+    from posttrain.loops import generate as generation
+    from posttrain.loops.target import find_target
+
+    given = [*(overrides or ()), f"eval.samples_per_prompt={samples}"]
+    found = find_target(target, given, config=config, checkpoint=checkpoint)
+    with _progress("answering") as watch:
+        done = generation.generate(found, file, out, samples=samples, watch=watch)
+    if as_json:
+        typer.echo(json.dumps(done.as_dict()))
+    else:
+        typer.echo(f"{done.written} answers written to {done.out}, {done.kept} were there, {done.invalid} invalid")
 
 
 @app.command()

@@ -1,0 +1,195 @@
+"""`posttrain generate`: a model in its world answers a file of prompts, one JSON line per episode.
+
+Lines are added a chunk of tasks at a time, in the order of the file; what stands there already is not asked again, so a
+generation that was stopped goes on where it ended. Nothing is judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import ConfigError, EvalRunConfig
+from posttrain.data import load_tasks
+from posttrain.data.config import DataConfig, SourceConfig
+from posttrain.loops.build import (
+    Stage,
+    check_search,
+    eval_params,
+    load_renderer,
+    make_sampler,
+    make_spec,
+    make_stage,
+    prompt_limit,
+    tools_of,
+)
+from posttrain.loops.target import Target
+from posttrain.rewards.answers import tagged_answer
+from posttrain.rollout import RolloutSpec, episode_of, rollout_group
+from posttrain.runs.rng import seed_everything
+from posttrain.task import Invalid, Task
+from posttrain.trajectory import Source, Trajectory
+
+TASKS_AT_ONCE = 128
+GENERATION_STEP = 0  # part of the seeds, as in an evaluation
+
+Watch = Callable[[int, int], None]  # told (tasks done, tasks in all)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What was done; `kept` episodes stood in the file before."""
+
+    out: Path
+    written: int = 0
+    kept: int = 0
+    invalid: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"out": str(self.out), "written": self.written, "kept": self.kept, "invalid": self.invalid}
+
+
+def generate(target: Target, file: str, out: Path, *, samples: int = 1, watch: Watch | None = None) -> Generated:
+    """Answers the rows of `file` (as the config's data would read them) and adds them to `out`.
+
+    Raises ConfigError for an `out` that holds answers of another model, or something else than answers.
+    """
+    config = target.config
+    done = _read(out, config.model.path)
+    renderer = load_renderer(config)
+    source = source_of(file, config)
+    limit, key = prompt_limit(config)
+    tools = tools_of(source.env or config.env.name, config)
+    tasks = load_tasks(
+        DataConfig(eval=(source,), max_prompt_tokens=limit, overlong=config.data.overlong),
+        "eval",
+        measure=lambda task: len(renderer.prompt(task.prompt, tools)),
+        limit_key=key,
+    )
+    stage = make_stage(config, renderer, [*tasks])
+    try:
+        check_search(stage)
+        seed_everything(config.run.seed)
+        spec = make_spec(config, stage, make_sampler(target.load_policy(), stage), eval_params(config))
+        writer = _Writer(out, config, samples, done)
+        return asyncio.run(_answer([*tasks], spec, writer, stage, watch))
+    finally:
+        stage.close()
+
+
+def source_of(file: str, config: EvalRunConfig) -> SourceConfig:
+    """`file` read like the config's first evaluation source (else training source), all rows, no answers needed."""
+    first = next(iter((*config.data.eval, *config.data.train)), None)
+    own = {"path": (file,), "name": Path(file).name.split(".")[0], "where": {}, "limit": None, "weight": None}
+    if first is None:
+        return SourceConfig(path=(file,), ground_truth_required=False)
+    return first.model_copy(update={**own, "options": {}, "ground_truth_required": False})
+
+
+async def _answer(
+    tasks: Sequence[Task], spec: RolloutSpec, writer: _Writer, stage: Stage, watch: Watch | None
+) -> Generated:
+    try:
+        for start in range(0, len(tasks), TASKS_AT_ONCE):
+            chunk = [task for task in tasks[start : start + TASKS_AT_ONCE] if writer.lacks(task)]
+            groups = await asyncio.gather(
+                *(
+                    rollout_group(
+                        task,
+                        spec,
+                        group_id=task.id,
+                        group_size=writer.samples,
+                        run_seed=writer.config.run.seed,
+                        step=GENERATION_STEP,
+                    )
+                    for task in chunk
+                )
+            )
+            writer.add([line for task, found in zip(chunk, groups, strict=True) for line in _lines(task, found, spec)])
+            if watch is not None:
+                watch(min(start + TASKS_AT_ONCE, len(tasks)), len(tasks))
+    finally:
+        if stage.retriever is not None:
+            await stage.retriever.close()
+    return writer.report()
+
+
+def _lines(task: Task, trajectories: Sequence[Trajectory], spec: RolloutSpec) -> Iterator[dict[str, Any]]:
+    """One per episode, by the number of the sample."""
+    by_episode: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_episode.setdefault(trajectory.episode_id, []).append(trajectory)
+    for number, parts in enumerate(by_episode.values()):
+        episode, outcome = episode_of(parts, spec.renderer), parts[-1].outcome
+        said = [s for s in episode.segments if s.source not in (Source.PROMPT, Source.TEMPLATE)]
+        yield {
+            "id": task.id,
+            "sample": number,
+            "prompt": list(task.prompt),
+            "answer": tagged_answer(episode).text or episode.final_text.strip(),
+            "turns": [{"by": segment.source.name.lower(), "text": segment.text} for segment in said],
+            "calls": [
+                {"name": call.name, "arguments": call.arguments, "status": call.status.value} for call in episode.calls
+            ],
+            "stop_reason": None if episode.stop_reason is None else episode.stop_reason.value,
+            "policy_tokens": episode.policy_token_count,
+            "invalid": f"{outcome.reason}: {outcome.detail}" if isinstance(outcome, Invalid) else None,
+            "extra": dict(task.extra),
+        }
+
+
+class _Writer:
+    """Adds lines to a file that may hold some already."""
+
+    def __init__(self, out: Path, config: EvalRunConfig, samples: int, done: set[tuple[str, int]]) -> None:
+        self.config = config
+        self.samples = samples
+        self._out = out
+        self._done = done
+        self._kept = 0
+        self._written = self._invalid = 0
+
+    def lacks(self, task: Task) -> bool:
+        """Whether some sample of the task is still to be made; then all are made, and only the missing ones added."""
+        have = sum((task.id, number) in self._done for number in range(self.samples))
+        self._kept += have
+        return have < self.samples
+
+    def add(self, lines: Sequence[dict[str, Any]]) -> None:
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        with self._out.open("a", encoding="utf-8") as file:
+            for line in lines:
+                if (line["id"], line["sample"]) not in self._done:
+                    file.write(
+                        json.dumps({**line, "model": self.config.model.path}, ensure_ascii=False, default=str) + "\n"
+                    )
+                    self._written += 1
+                    self._invalid += line["invalid"] is not None
+
+    def report(self) -> Generated:
+        return Generated(out=self._out, written=self._written, kept=self._kept, invalid=self._invalid)
+
+
+def _read(out: Path, model: str) -> set[tuple[str, int]]:
+    """(id, sample) of the answers in `out`; a last line that was cut off by a kill is taken away."""
+    if not out.exists():
+        return set()
+    text = out.read_text(encoding="utf-8")
+    whole, _, torn = text.rpartition("\n")
+    if torn:
+        out.write_text(whole + "\n" if whole else "", encoding="utf-8")
+    done: set[tuple[str, int]] = set()
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            answer = json.loads(line)
+            key, by = (answer["id"], answer["sample"]), answer["model"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError([f"{out}:{number} is no answer of posttrain generate; choose another --out"]) from error
+        if by != model:
+            raise ConfigError([f"{out} holds answers of {by}, and now {model} is asked; choose another --out"])
+        done.add(key)
+    return done
