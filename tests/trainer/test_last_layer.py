@@ -17,7 +17,8 @@ from .batches import ragged_batch
 from .models import tiny_policy
 from .test_prefix import ARCHITECTURES, RAGGED, E, W, grouped
 
-MOSTLY_READ = [(40, [[(9, W)], [(3, W), (25, E), (4, W)]])]
+LONG_PROMPT = [(40, [[(9, W)], [(3, W), (25, E), (4, W)]])]
+LONG = [(20, [[(70, W), (200, E), (9, W)], [(5, W), (150, E), (60, W), (90, E), (2, W)], [(3, W), (272, E), (4, W)]])]
 
 
 def outputs(policy: Policy, batch: Batch) -> tuple[Tensor, ...]:
@@ -36,7 +37,9 @@ def assert_both_agree(policy: Policy, batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("groups", [RAGGED, MOSTLY_READ], ids=["ragged", "long prompt"])
+@pytest.mark.parametrize(
+    "groups", [RAGGED, LONG_PROMPT, LONG], ids=["ragged", "long prompt", "whole blocks of unread queries"]
+)
 def test_some_rows_equal_all_rows(name: str, groups) -> None:
     assert_both_agree(tiny_policy(name), grouped(groups))
 
@@ -48,14 +51,14 @@ def test_segments_of_one_and_two_tokens() -> None:
 def test_with_gradient_checkpointing() -> None:
     policy = tiny_policy("qwen3")
     policy.checkpoint_activations()
-    assert_both_agree(policy, grouped(MOSTLY_READ))
+    assert_both_agree(policy, grouped(LONG_PROMPT))
 
 
 def test_adapters_of_the_last_layer_learn() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    assert_both_agree(Policy(peft.get_peft_model(tiny_policy("qwen3").module, config)), grouped(MOSTLY_READ))
+    assert_both_agree(Policy(peft.get_peft_model(tiny_policy("qwen3").module, config)), grouped(LONG_PROMPT))
 
 
 def test_a_copy_has_its_own_layer() -> None:
@@ -65,12 +68,12 @@ def test_a_copy_has_its_own_layer() -> None:
     with torch.no_grad():
         for parameter in policy.module.parameters():
             parameter.zero_()
-    batch = grouped(MOSTLY_READ)
+    batch = grouped(LONG_PROMPT)
     assert torch.equal(other.logprobs(batch), tiny_policy("qwen3").logprobs(batch))
 
 
 def test_unread_rows_pass_through_no_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, batch = tiny_policy("llama"), grouped(MOSTLY_READ)
+    policy, batch = tiny_policy("llama"), grouped(LONG_PROMPT)
     seen: list[int] = []
     policy.decoder.layers[-1].mlp.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1]))
     policy.logprobs(batch)
@@ -80,7 +83,7 @@ def test_unread_rows_pass_through_no_mlp(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_critic_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     critic = Critic(tiny_policy("llama").decoder, nn.Linear(32, 1))
     assert critic.narrows
-    batch = grouped(MOSTLY_READ)
+    batch = grouped(LONG_PROMPT)
     narrow = critic.values(batch)
     critic.narrows = False
     torch.testing.assert_close(narrow, critic.values(batch), rtol=1e-5, atol=1e-5)

@@ -27,21 +27,22 @@ def causal_attention(
     *,
     scaling: float,
     window: int | None = None,  # a query sees this many keys, its own included; None = all before it
+    read: Tensor | None = None,  # [N, L] bool: where the result is read; elsewhere it may be 0
 ) -> Tensor:
     """[N, H, L, Dv], differentiable in query, key and value."""
-    return CausalAttention.apply(query, key, value, scaling, window)  # type: ignore[no-any-return]
+    return CausalAttention.apply(query, key, value, scaling, window, read)  # type: ignore[no-any-return]
 
 
 class CausalAttention(torch.autograd.Function):
     """See the module's docstring for the equations."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+    def forward(ctx: Any, query, key, value, scaling: float, window: int | None, read: Tensor | None) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.scaling, ctx.window = scaling, window
+        ctx.scaling, ctx.window, ctx.read = scaling, window, read
         q, k, v = _by_key_head(query, key, value)
-        out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
-        for block in _blocks(q, k, window):
+        out = q.new_zeros(*q.shape[:3], v.shape[-1])
+        for block in _blocks(q, k, window, read):
             block.put(out, torch.bmm(block.weights(scaling), block.keys(v)))
         return _by_query_head(out, query.shape[1])
 
@@ -50,8 +51,8 @@ class CausalAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         q, k, v = _by_key_head(query, key, value)
         d_out = _grouped(grad_out, key.shape[1])
-        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for block in _blocks(q, k, ctx.window):
+        d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for block in _blocks(q, k, ctx.window, ctx.read):
             weights = block.weights(ctx.scaling)
             d_o = block.take(d_out)
             block.keys(d_v).baddbmm_(weights.transpose(1, 2), d_o)
@@ -59,7 +60,7 @@ class CausalAttention(torch.autograd.Function):
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
             block.put(d_q, torch.bmm(d_scores, block.keys(k)).mul_(ctx.scaling))
             block.keys(d_k).baddbmm_(d_scores.transpose(1, 2), block.queries, alpha=ctx.scaling)
-        return _by_query_head(d_q, query.shape[1]), d_k.view_as(key), d_v.view_as(value), None, None
+        return _by_query_head(d_q, query.shape[1]), d_k.view_as(key), d_v.view_as(value), None, None, None
 
 
 class _Block:
@@ -104,15 +105,18 @@ class _Block:
         return torch.softmax(scores, -1)
 
 
-def _blocks(q: Tensor, k: Tensor, window: int | None) -> Iterator[_Block]:
-    """Blocks of at most QUERY_BLOCK queries and about SCORES_AT_ONCE scores."""
+def _blocks(q: Tensor, k: Tensor, window: int | None, read: Tensor | None) -> Iterator[_Block]:
+    """Blocks of at most QUERY_BLOCK queries and about SCORES_AT_ONCE scores; none where nothing is read."""
     pairs, group, length, _ = q.shape
+    by_pair = None if read is None else read.repeat_interleave(pairs // len(read), dim=0)
     for first in range(0, length, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, length)
         scores = group * (last - first) * (k.shape[1] - length + last)
         at_once = max(1, SCORES_AT_ONCE // scores)
         for start in range(0, pairs, at_once):
-            yield _Block(q, k, slice(start, min(start + at_once, pairs)), (first, last), window)
+            some = slice(start, min(start + at_once, pairs))
+            if by_pair is None or by_pair[some, first:last].any():
+                yield _Block(q, k, some, (first, last), window)
 
 
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.trainer.attention import AttentionContext, PackedAttention, layout_of
+from posttrain.trainer.prefix import SharedPrefixAttention
 
 WORTH = 1 / 10  # of all rows must go unread: the second call costs as much as a twentieth of the layer on all rows
 TRIED = (5, 9, 3)  # lengths of the sequences on which both ways must agree
@@ -59,7 +60,9 @@ class _AttendFromRows:
         rows = self.context.rows
         heads, size = query.shape[1], query.shape[-1]
         everywhere = query.new_zeros(1, heads, self.key.shape[2], size).index_copy(2, rows, query)
-        out = self.context.inner.attend(layer_idx, everywhere, self.key, self.value, **options)
+        inner = self.context.inner
+        inner = inner.reading(rows) if isinstance(inner, SharedPrefixAttention) else inner
+        out = inner.attend(layer_idx, everywhere, self.key, self.value, **options)
         return out.index_select(1, rows)
 
 

@@ -10,7 +10,7 @@ prefix's keys and their own. Values and gradients are those of the plain layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -93,10 +93,17 @@ class SharedPrefixAttention:
 
     layout: SharedLayout
     _alone: PackedAttention
+    _read: Tensor | None = None  # [R] bool: rows whose result is read; those of other continuations may be 0
 
     @classmethod
     def of(cls, layout: SharedLayout) -> SharedPrefixAttention:
         return cls(layout, PackedAttention(layout.alone))
+
+    def reading(self, rows: Tensor) -> SharedPrefixAttention:
+        """The same for a layer of whose output only these rows are read."""
+        read = torch.zeros(len(self.layout.token_of_row), dtype=torch.bool)
+        read[rows] = True
+        return replace(self, _read=read)
 
     def attend(
         self,
@@ -120,13 +127,16 @@ class SharedPrefixAttention:
                 layer_idx, queries[0], keys[0], values[0], scaling=scaling, sliding_window=sliding_window
             )
         ]
-        for part, q, k, v in zip(self.layout.continuations, queries[1:], keys[1:], values[1:], strict=True):
+        read = [None] * (len(rows) + 1) if self._read is None else self._read.split(sizes)
+        parts = zip(self.layout.continuations, queries[1:], keys[1:], values[1:], read[1:], strict=True)
+        for part, q, k, v, part_read in parts:
             o = causal_attention(
                 _unpacked(q, part.bucket),
                 torch.cat([_shared(keys[0], part), _unpacked(k, part.bucket)], dim=2),
                 torch.cat([_shared(values[0], part), _unpacked(v, part.bucket)], dim=2),
                 scaling=scaling,
                 window=sliding_window,
+                read=None if part_read is None else part_read.view(part.bucket.count, part.bucket.length),
             )
             out.append(o.transpose(1, 2).reshape(1, -1, *o.shape[1:2], o.shape[3]))
         return torch.cat(out, dim=1)
