@@ -54,6 +54,7 @@ STANDARD_LIBRARY_ONLY = (
     "runs.durable",
 )
 HEAVY = {"ray", "vllm", "faiss", "fastmcp", "fastapi", "uvicorn", "duckdb", "matplotlib", "tensorboard", "wandb"}
+HEAVY |= {"trafilatura"}
 MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "retrieval.server": {"fastapi", "uvicorn"},
     "retrieval.dense": {"faiss"},

@@ -1,0 +1,161 @@
+"""From bytes to text, over real pages, and to the part that was asked for."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.tools.online.page import GAP, about_query, around_snippet, beginning, extract, passages
+from posttrain.tools.protocol import ToolError
+
+from .extraction import needs_trafilatura
+
+
+def shingles(text: str, size: int = 4) -> Counter[tuple[str, ...]]:
+    """The measure of the benchmark that the pages come from: runs of four words, with their counts."""
+    words = re.findall(r"\w+", text)
+    return Counter(tuple(words[at : at + size]) for at in range(max(1, len(words) - size + 1)) if words)
+
+
+def f1(truth: str, found: str) -> float:
+    expected, given = shingles(truth), shingles(found)
+    common = (expected & given).total()
+    total = expected.total() + given.total()
+    return 2 * common / total if total else 1.0
+
+
+def stored(path: Path) -> Any:
+    with gzip.open(path) as file:
+        return json.load(file)
+
+
+@needs_trafilatura
+def test_main_content_of_real_pages(shared_data: Path):
+    """At least as good as the shipped output of an earlier trafilatura on the same 121 pages, and quick."""
+    folder = shared_data / "html_pages"
+    truth, shipped = stored(folder / "ground_truth.json.gz"), stored(folder / "output_trafilatura.json.gz")
+    ours, pruned, titled, started = [], [], 0, time.process_time()
+    for name, expected in truth.items():
+        body = gzip.decompress((folder / "html" / f"{name}.html.gz").read_bytes())
+        page = extract(body, "text/html", None)
+        ours.append(f1(expected["articleBody"], page.text))
+        titled += bool(page.title)
+        if len(ours) % 4 == 0:
+            pruned.append(f1(expected["articleBody"], extract(body, "text/html", None, prune=True).text))
+    reference = statistics.mean(f1(truth[name]["articleBody"], shipped[name]["articleBody"]) for name in truth)
+    print(f"{len(truth)} pages: mean F1 {statistics.mean(ours):.3f}, pruned {statistics.mean(pruned):.3f}, ", end="")
+    print(f"shipped {reference:.3f}; {(time.process_time() - started) / len(truth) / 1.25 * 1000:.0f} ms a page")
+    assert len(truth) == 121
+    assert statistics.mean(ours) >= reference
+    assert statistics.mean(pruned) >= reference
+    assert titled >= 115
+
+
+@needs_trafilatura
+def test_odd_pages_are_read_without_a_fault(shared_data: Path):
+    for path in sorted((shared_data / "html_pages" / "trafilatura_resources").iterdir()):
+        body = path.read_bytes()
+        body = gzip.decompress(body) if path.suffix == ".gz" else body
+        kind = {".xml": "application/xml", ".atom": "application/atom+xml", ".rss": "application/rss+xml"}
+        page = extract(body, kind.get(path.suffix, "text/html"), None)
+        assert page.text, path.name
+
+
+@needs_trafilatura
+def test_links_are_left_out_unless_asked_for():
+    filler = "<p>" + "Words of a long paragraph that is the content of this page. " * 8 + "</p>"
+    html = f'<html><body><article>{filler}<p>See <a href="https://a.example/x">the source</a> now.</p></article>'
+    assert "a.example" not in extract(html.encode(), "text/html", "utf-8").text
+    assert "[the source](https://a.example/x)" in extract(html.encode(), "text/html", "utf-8", links=True).text
+
+
+@needs_trafilatura
+@pytest.mark.parametrize(
+    ("body", "charset", "expected"),
+    [
+        ("<html><body><p>Grüße aus Köln, sagte sie gestern Abend.</p>".encode("latin-1"), "iso-8859-1", "Grüße"),
+        ("<html><body><p>Grüße aus Köln, sagte sie gestern Abend.</p>".encode(), "no-such-charset", "Grüße"),
+        ("<html><body><p>Grüße aus Köln, sagte sie gestern Abend.</p>".encode(), "ascii", "Grüße"),
+        ('<html><head><meta charset="windows-1251"></head><body><p>Привет, мир</p>'.encode("cp1251"), None, "Привет"),
+    ],
+)
+def test_encodings(body: bytes, charset: str | None, expected: str):
+    assert expected in extract(body, "text/html", charset).text
+
+
+@needs_trafilatura
+@pytest.mark.parametrize("body", [b"", b"<", b"<html>", b"\x00\xff" * 100, b"<html>" + b"<div>" * 20000, b"<html><p>x"])
+def test_broken_html_gives_some_text_or_none(body: bytes):
+    assert isinstance(extract(body, "text/html", None).text, str)
+
+
+@pytest.mark.parametrize("kind", ["application/pdf", "image/png", "application/octet-stream", ""])
+def test_what_is_no_text_is_an_error(kind: str):
+    with pytest.raises(ToolError, match="cannot be read"):
+        extract(b"%PDF-1.7", kind, None)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/json", "application/ld+json", "application/atom+xml"])
+def test_plain_text_is_taken_as_it_is(kind: str):
+    assert extract(b'{"a": "<b>"}', kind, None).text == '{"a": "<b>"}'
+
+
+ARTICLE = "\n".join(
+    [
+        "The harbour. " + "Ships came and went every day of the year. " * 20,
+        "The bridge. The Forth Bridge was opened in 1890 and carries trains. It is 2,467 metres long.",
+        "The market. " + "Fish and bread were sold there on Mondays. " * 20,
+        "The engineer. Benjamin Baker designed the bridge together with John Fowler.",
+        "The museum. " + "It shows paintings of the town by unknown hands. " * 20,
+    ]
+)
+
+
+def test_passages_cover_the_text_in_order():
+    parts = passages(ARTICLE)
+    assert max(map(len, parts)) <= 600
+    assert re.sub(r"\s+", " ", " ".join(parts)) == re.sub(r"\s+", " ", ARTICLE).strip()
+    assert passages("") == []
+    assert max(map(len, passages("x" * 5000))) <= 600
+
+
+def test_a_query_shows_the_passages_about_it_in_the_order_of_the_page():
+    shown = about_query(ARTICLE, "who designed the bridge opened in 1890", 1300)
+    assert len(shown) <= 1300 + 3
+    assert shown.index("opened in 1890") < shown.index("Benjamin Baker")
+    assert GAP in shown
+    assert about_query("Short page.", "anything", 2000) == "Short page."
+
+
+@pytest.mark.parametrize("query", ["zeppelin", "", "the of", "!!!"])
+def test_a_query_without_a_match_shows_the_beginning(query: str):
+    assert about_query(ARTICLE, query, 500) == beginning(ARTICLE, 500)
+    assert about_query("! " * 3000, query, 500) == beginning("! " * 3000, 500)
+
+
+def test_a_snippet_is_found_where_it_stands():
+    snippet = "the Forth Bridge, opened 1890, carries trains ..."
+    shown = around_snippet(ARTICLE, snippet, 100)
+    assert shown is not None
+    assert "The Forth Bridge was opened in 1890 and carries trains." in shown
+    assert len(shown) < 300
+    assert around_snippet(ARTICLE, "quantum chromodynamics lattice", 100) is None
+    assert around_snippet("", snippet, 100) is None
+    assert around_snippet(ARTICLE, "", 100) is None
+
+
+def test_long_pages_are_quick():
+    text = "\n".join(f"Paragraph {at} about topic {at % 97}. It says nothing new." * 3 for at in range(20_000))
+    assert len(text) > 2_000_000
+    started = time.process_time()
+    assert "topic 13" in about_query(text, "topic 13", 2000)
+    assert around_snippet(text, "Paragraph 777 about topic 1", 200)
+    assert time.process_time() - started < 6.0
