@@ -53,8 +53,9 @@ STANDARD_LIBRARY_ONLY = (
     "runs.checkpoint",
     "runs.durable",
 )
-HEAVY = {"ray", "vllm", "faiss", "fastmcp", "fastapi", "uvicorn", "duckdb", "matplotlib", "tensorboard", "wandb"}
-HEAVY |= {"trafilatura"}
+HEAVY = {"ray", "vllm", "faiss", "fastmcp", "fastapi", "uvicorn", "duckdb", "matplotlib", "tensorboard", "wandb"} | {
+    "trafilatura"
+}
 MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "retrieval.server": {"fastapi", "uvicorn"},
     "retrieval.dense": {"faiss"},

@@ -214,7 +214,7 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
     def __init__(self, reach: Reach, resolver: Resolver) -> None:
         self._reach = reach
         self._resolver = resolver
-        self._sockets: httpcore.AsyncNetworkBackend = httpcore.AnyIOBackend()
+        self._sockets: httpcore.AsyncNetworkBackend = httpcore.AnyIOBackend()  # type: ignore[assignment]
 
     async def connect_tcp(
         self,
