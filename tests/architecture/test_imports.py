@@ -56,9 +56,11 @@ STANDARD_LIBRARY_ONLY = (
 HEAVY = {"ray", "vllm", "faiss", "fastmcp", "fastapi", "uvicorn", "duckdb", "matplotlib", "tensorboard", "wandb"} | {
     "trafilatura"
 }
+HEAVY |= {"math_verify"}
 MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "retrieval.server": {"fastapi", "uvicorn"},
     "retrieval.dense": {"faiss"},
+    "rewards.symbolic": {"math_verify"},
     "sampler.vllm": {"vllm"},
     "cluster": {"ray"},
     "tools.mcp": {"fastmcp"},

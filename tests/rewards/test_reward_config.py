@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -8,15 +9,22 @@ from pydantic import ValidationError
 from posttrain.rewards import REWARDS, RewardError, score
 from posttrain.rewards.config import RewardConfig, load_reward, load_rewards
 from posttrain.task import Abstain, Score
+from posttrain.trajectory import CallStatus, ToolCall
 
-from .episodes import episode, task
+from .episodes import env, episode, task
+
+OPTIONS = {"overlong": {"max_tokens": 10, "buffer": 5, "penalty": -1.0}}
+SEEN = env("<snippet id=a>The seven wonders of the world are seven</snippet>")
+SAID = "<answer>7 <cite id=a>the seven wonders of the world</cite></answer> #### 7 \\boxed{7}"
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS))
 def test_every_row_loads_by_name_and_judges(name):
-    outcome = asyncio.run(
-        score(load_reward(name), episode("<answer>7</answer> #### 7 \\boxed{7}", env_reward=1.0), task("7"))
-    )
+    reward = load_reward(RewardConfig(name=name, options=OPTIONS.get(name, {})))
+    text = "<answer>7</answer> #### 7 \\boxed{7}" if name not in ("citations",) else SAID
+    ran = ToolCall(name="search", arguments={}, status=CallStatus.OK)
+    said = replace(episode("q", SEEN, text, env_reward=1.0), policy_token_count=8, calls=(ran,))
+    outcome = asyncio.run(score(reward, said, task("7")))
     assert isinstance(outcome, Score)
     assert outcome.value > 0
 

@@ -24,6 +24,7 @@ from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever
 from posttrain.rewards import Reward
 from posttrain.rewards.config import RewardConfig, load_rewards
 from posttrain.rewards.normalize import normalize_answer
+from posttrain.rewards.scoring import check_tasks, for_evaluation
 from posttrain.rollout import RolloutSpec
 from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampler, SamplingParams
@@ -152,10 +153,12 @@ def make_stage(config: RLConfig, renderer: Renderer, tasks: Sequence[Task] = ())
     """The retriever, and the rewards and envs that the config or one of the tasks names."""
     retriever = None if config.retrieval is None else make_retriever(config.retrieval, seed=config.run.seed)
     names = {config.env.name, *(task.env for task in tasks if task.env is not None)}
+    rewards = load_rewards(config.reward, (task.reward for task in tasks))
+    check_tasks(rewards, tasks)
     return Stage(
         renderer=renderer,
         retriever=retriever,
-        rewards=load_rewards(config.reward, (task.reward for task in tasks)),
+        rewards=rewards,
         envs={name: env_maker(name, config, retriever) for name in sorted(names)},
     )
 
@@ -198,8 +201,12 @@ def env_maker(name: str, config: RLConfig, retriever: Retriever | None) -> Calla
     return partial(env.factory, **options)
 
 
-def make_collector(config: RLConfig, parts: Stage, sampler: Sampler, params: SamplingParams) -> Collector:
-    return Collector(spec=make_spec(config, parts, sampler, params), rewards=parts.rewards, seed=config.run.seed)
+def make_collector(
+    config: RLConfig, parts: Stage, sampler: Sampler, params: SamplingParams, *, evaluates: bool = True
+) -> Collector:
+    """evaluates: the rewards learn nothing from what is collected."""
+    rewards = {name: for_evaluation(r) for name, r in parts.rewards.items()} if evaluates else parts.rewards
+    return Collector(spec=make_spec(config, parts, sampler, params), rewards=rewards, seed=config.run.seed)
 
 
 def training_credit(config: RLConfig) -> Credit:

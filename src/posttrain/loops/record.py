@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -18,6 +18,9 @@ from posttrain.data import TaskStream
 from posttrain.loops.learner import Learner
 from posttrain.loops.update import Update
 from posttrain.packing import Batch
+from posttrain.rewards import Reward
+from posttrain.rewards.scoring import leaves
+from posttrain.rewards.service import ServiceCounters
 from posttrain.runs.metrics import Metrics
 from posttrain.task import Abstain, Invalid, Score
 from posttrain.trajectory import Source, Trajectory
@@ -194,6 +197,17 @@ def _record_kl(metrics: Metrics, parts: list[Batch], kl_coef: float) -> None:
         metrics.record("ref/kl_only", float((part.advantages[mask] == 0).double().mean()), count=count)
     terms = [float((part.streams["kl"] * part.weights).sum()) for part in parts if part.weights is not None]
     metrics.record("train/kl_loss", kl_coef * sum(terms) if terms else None)
+
+
+def record_rewards(metrics: Metrics, rewards: Mapping[str | None, Reward]) -> None:
+    """What rewards that ask servers, or learn, say of themselves. Counters of a server begin anew with each step."""
+    for leaf in {id(leaf): leaf for reward in rewards.values() for leaf in leaves(reward)}.values():
+        for key, value in getattr(leaf, "measures", dict[str, float])().items():
+            metrics.record(key, value)
+        counters: ServiceCounters | None = getattr(leaf, "counters", None)
+        if counters is not None:
+            for key, value in counters.take().items():
+                metrics.record(key, value)
 
 
 def record_progress(metrics: Metrics, learner: Learner, stream: TaskStream) -> None:

@@ -31,9 +31,17 @@ from posttrain.loops.credit import assign_credit, kl_of_some
 from posttrain.loops.evaluate import Evaluation, evaluate
 from posttrain.loops.fill import accepted_groups, fill_step, mean_scores, record_filter
 from posttrain.loops.learner import Learner, make_learner, save_learner
-from posttrain.loops.record import record_credit, record_groups, record_progress, record_rollout, record_updates
+from posttrain.loops.record import (
+    record_credit,
+    record_groups,
+    record_progress,
+    record_rewards,
+    record_rollout,
+    record_updates,
+)
 from posttrain.loops.update import Update, offending_episodes, update
 from posttrain.packing import Batch
+from posttrain.rewards.scoring import load_states, states
 from posttrain.runs.checkpoint import Checkpoint, CheckpointStore, KeepBest
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import Metrics
@@ -187,6 +195,7 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
     record_updates(metrics, updates, run.config.algorithm, learner.kl_coef)
     learner.adapt_kl_coef(metrics.reduce().get("ref/kl"), len({t.episode_id for t in kept}))
     record_progress(metrics, learner, run.stream)
+    record_rewards(metrics, run.parts.rewards)
     _dump_non_finite(run, updates, kept)
     _keep_trajectories(run, trajectories)
 
@@ -245,6 +254,7 @@ def checkpoint(run: Run) -> None:
         "stream": run.stream.state_dict(),
         "rng": rng_state(),
         "measured": run.measured,
+        "rewards": states(run.parts.rewards),
     }
     best = run.config.checkpoint.keep_best
     if best is not None and best not in run.measured:
@@ -267,6 +277,7 @@ def _restore(run: Run, state: dict) -> None:
     run.step = state["step"]
     run.learner.policy.version = state["policy_version"]
     run.measured = state["measured"]
+    load_states(run.parts.rewards, state.get("rewards", {}))
     set_rng_state(state["rng"])
 
 
@@ -289,7 +300,8 @@ def _assemble(
             parts.train, seed=stream_seed, shuffle=config.data.shuffle, curriculum=config.data.curriculum
         ),
         collector=replace(
-            make_collector(config, parts, sampler, training_params(config)), credit=training_credit(config)
+            make_collector(config, parts, sampler, training_params(config), evaluates=False),
+            credit=training_credit(config),
         ),
         eval_collector=make_collector(config, parts, sampler, eval_params(config)),
         sinks=Sinks(directory, config.run.sinks, first_step=0 if checkpoint is None else checkpoint.step + 1),

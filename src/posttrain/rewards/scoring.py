@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Never, Protocol, TypeVar
+from typing import Any, Never, Protocol, TypeVar
 
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction, reward_error
 from posttrain.rewards.isolation import WorkerPool
@@ -31,6 +31,66 @@ class Reward(Protocol):
     def close(self) -> None:
         """Ends what the reward started."""
         ...
+
+
+class Stateful(Protocol):
+    """A reward that learns while it judges. Its state is JSON and is kept in checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+def leaves(reward: Reward) -> Iterator[Reward]:
+    """The reward itself, or, of one that is made of others (`inner`), all that do the judging, in order."""
+    inner: Sequence[Reward] | None = getattr(reward, "inner", None)
+    if inner is None:
+        yield reward
+        return
+    for part in inner:
+        yield from leaves(part)
+
+
+def states(rewards: Mapping[str | None, Reward]) -> dict[str, Any]:
+    """What the stateful rewards have learnt, under a name that is the same after a restart. See `load_states`."""
+    return {key: reward.state_dict() for key, reward in _stateful(rewards).items()}
+
+
+def load_states(rewards: Mapping[str | None, Reward], saved: Mapping[str, Any]) -> None:
+    """Raises RewardError when the rewards are not those whose state was saved."""
+    known = _stateful(rewards)
+    if known.keys() != saved.keys():
+        raise RewardError(f"the checkpoint holds the state of rewards {sorted(saved)}, the config has {sorted(known)}")
+    for key, state in saved.items():
+        known[key].load_state(state)
+
+
+def _stateful(rewards: Mapping[str | None, Reward]) -> dict[str, Any]:
+    ordered = sorted(rewards.items(), key=lambda item: item[0] or "")
+    return {
+        f"{name or 'default'}/{number}/{leaf.name}": leaf
+        for name, reward in ordered
+        for number, leaf in enumerate(leaves(reward))
+        if hasattr(leaf, "state_dict")
+    }
+
+
+def for_evaluation(reward: Reward) -> Reward:
+    """The reward as evaluations use it: it learns nothing from them, and means the same before and after training."""
+    frozen = getattr(reward, "for_evaluation", None)
+    return reward if frozen is None else frozen()
+
+
+def check_tasks(rewards: Mapping[str | None, Reward], tasks: Iterable[Task]) -> None:
+    """Raises RewardError for the first task that its reward could never judge (`Reward.check_task`, where it has one).
+
+    So a row with an unknown data source is found before anything starts, wherever it stands.
+    """
+    checks = {name: getattr(reward, "check_task", None) for name, reward in rewards.items()}
+    for task in tasks:
+        check = checks.get(task.reward)
+        if check is not None:
+            check(task)
 
 
 async def score(reward: Reward, episode: Episode, task: Task) -> Outcome:
@@ -130,15 +190,28 @@ class Mixture:
     """The weighted sum of named parts.
 
     A part that abstains leaves its weight to the others: the weights of those that answered are scaled to the same
-    total size. One Invalid part makes the sample Invalid; when all abstain, so does the mixture. Components are each
-    part's value under its name, and the part's own components as "part/component".
+    total size. One Invalid part makes the sample Invalid, unless `leave_out_invalid` treats it as one that abstains
+    (then only a sample whose every part is Invalid or abstains is not scored). When all abstain, so does the mixture.
+    Components are each part's value under its name, and the part's own components as "part/component".
     """
 
     parts: Mapping[str, Part]
     name: str = "mixture"
+    leave_out_invalid: bool = False
+
+    @property
+    def inner(self) -> list[Reward]:
+        return [part.reward for part in self.parts.values()]
+
+    def for_evaluation(self) -> Mixture:
+        return replace(self, parts={name: Part(for_evaluation(p.reward), p.weight) for name, p in self.parts.items()})
 
     async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
         groups = await asyncio.gather(*(score_group(part.reward, episodes, task) for part in self.parts.values()))
+        return self.mixed(groups)
+
+    def mixed(self, groups: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+        """groups: one per part, in order, each with an outcome per episode."""
         return [self._mix(dict(zip(self.parts, judged, strict=True))) for judged in zip(*groups, strict=True)]
 
     def close(self) -> None:
@@ -146,9 +219,10 @@ class Mixture:
             part.reward.close()
 
     def _mix(self, outcomes: Mapping[str, Outcome]) -> Outcome:
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, Invalid):
-                return Invalid(outcome.reason, f"part {name}: {outcome.detail}")
+        broken = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Invalid)}
+        if broken and not (self.leave_out_invalid and any(isinstance(o, Score) for o in outcomes.values())):
+            name, outcome = next(iter(broken.items()))
+            return Invalid(outcome.reason, f"part {name}: {outcome.detail}")
         scores = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Score)}
         answered = sum(abs(self.parts[name].weight) for name in scores)
         if not answered:
@@ -156,7 +230,8 @@ class Mixture:
         scale = sum(abs(part.weight) for part in self.parts.values()) / answered
         value = scale * sum(self.parts[name].weight * score.value for name, score in scores.items())
         predictions = (score.prediction for score in scores.values() if score.prediction is not None)
-        return Score(value, _components(scores), next(predictions, None))
+        missing = {f"{name}/invalid": float(name in broken) for name in self.parts if self.leave_out_invalid}
+        return Score(value, _components(scores) | missing, next(predictions, None))
 
 
 def _components(scores: Mapping[str, Score]) -> dict[str, float]:

@@ -1,0 +1,143 @@
+"""A reward model: a Hugging Face sequence classifier, in this process, on a device of its own."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain.rewards.answers import outside_thoughts
+from posttrain.rewards.functions import RewardError
+from posttrain.rewards.scoring import in_thread
+from posttrain.task import Invalid, Outcome, Score, Task
+from posttrain.trajectory import Episode, Source
+
+
+class ModelRewardConfig(BaseModel):
+    """Options of the reward `model`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(description="a directory or hub id of a sequence classifier")
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    label: int | None = Field(default=None, ge=0, description="of several classes: the one whose probability counts")
+    squash: bool = Field(default=False, description="sigmoid of the score, into 0..1")
+    reads: Literal["final", "whole"] = Field(
+        default="final", description="final: the last turn without thoughts; whole: all turns and tool output as one"
+    )
+    max_tokens: PositiveInt = Field(default=4096, description="a longer conversation is Invalid, never cut")
+    tokens_per_batch: PositiveInt = Field(default=16384, description="with padding")
+
+
+class ModelReward:
+    """Scores conversations in batches. The reward model's own chat template is applied once, to the messages.
+
+    The model loads when the first episode is judged. Raises RewardError when it is no sequence classifier.
+    """
+
+    def __init__(self, config: ModelRewardConfig, name: str = "model") -> None:
+        self.name = name
+        self.config = config
+        self._lock = threading.Lock()
+        self._loaded: tuple[Any, Any] | None = None
+        try:
+            labels: int = AutoConfig.from_pretrained(config.path).num_labels or 1
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise RewardError(f"no reward model at {config.path}: {first}") from error
+        if labels > 1 and config.label is None:
+            raise RewardError(f"{config.path} has {labels} classes: whose probability is the reward? (options.label)")
+        if config.label is not None and config.label >= max(labels, 2):
+            raise RewardError(f"options.label = {config.label}, but {config.path} has {labels} classes")
+
+    async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+        conversations = [messages_of(episode, task, self.config.reads) for episode in episodes]
+        return await in_thread(lambda: self.score(conversations))
+
+    def close(self) -> None:
+        self._loaded = None
+
+    def score(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[Outcome]:
+        """One outcome per conversation. Blocks; one caller at a time."""
+        with self._lock:
+            tokenizer, model = self._load()
+            ids = [encode(tokenizer, messages) for messages in conversations]
+            limit = self.config.max_tokens
+            fitting = [i for i, tokens in enumerate(ids) if 0 < len(tokens) <= limit]
+            values = dict(zip(fitting, self._forward(model, [ids[i] for i in fitting]), strict=True))
+        return [
+            self._outcome(values[i])
+            if i in values
+            else Invalid("too_long_for_reward_model", f"{len(ids[i])} tokens, max_tokens is {limit}")
+            for i in range(len(ids))
+        ]
+
+    def _outcome(self, value: float) -> Outcome:
+        if not math.isfinite(value):
+            return Invalid("non_finite_reward", f"the reward model gave {value}")
+        return Score(value, {self.name: value})
+
+    def _load(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            tokenizer = AutoTokenizer.from_pretrained(self.config.path)
+            dtype = getattr(torch, self.config.dtype)
+            model: Any = AutoModelForSequenceClassification.from_pretrained(self.config.path, dtype=dtype)
+            self._loaded = tokenizer, model.to(self.config.device).eval()
+        return self._loaded
+
+    @torch.inference_mode()
+    def _forward(self, model: Any, ids: Sequence[list[int]]) -> list[float]:
+        """Longest first, so that a batch pads little and what does not fit in memory fails at once."""
+        values: dict[int, float] = {}
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+        while order:
+            room = max(1, self.config.tokens_per_batch // len(ids[order[0]]))
+            taken, order = order[:room], order[room:]
+            found = self._values(model(**_padded([ids[i] for i in taken], model)).logits.float())
+            values.update(zip(taken, found.tolist(), strict=True))
+        return [values[i] for i in range(len(ids))]
+
+    def _values(self, logits: Tensor) -> Tensor:
+        """[B, classes] -> [B]."""
+        if self.config.label is not None and logits.shape[1] > 1:
+            return logits.softmax(-1)[:, self.config.label]
+        return logits[:, 0].sigmoid() if self.config.squash else logits[:, 0]
+
+
+def messages_of(episode: Episode, task: Task, reads: str) -> list[dict[str, str]]:
+    """The prompt's messages and one reply. `whole`: all that came after the prompt, tool output included."""
+    if reads == "final":
+        reply = outside_thoughts(episode.final_text).strip()
+    else:
+        after = [segment for segment in episode.segments if segment.source is not Source.PROMPT]
+        reply = "".join(segment.text for segment in after if segment.source is not Source.TEMPLATE).strip()
+    prompt = [{"role": str(m["role"]), "content": str(m.get("content") or "")} for m in task.prompt]
+    return [*prompt, {"role": "assistant", "content": reply}]
+
+
+def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """The ids of a conversation, special tokens once: those of the template, or else those of the tokenizer."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+
+
+def _padded(ids: Sequence[list[int]], model: Any) -> dict[str, Tensor]:
+    """Right-padded ids and mask, [B, longest].
+
+    A decoder's head reads the last token that is not the padding id: an end-of-turn token that is also the padding
+    token would be passed over. So the padding id is one that no row ends with.
+    """
+    width, ends = max(map(len, ids)), {row[-1] for row in ids}
+    pad = model.config.pad_token_id = next(i for i in range(len(ids) + 1) if i not in ends)
+    tokens = torch.tensor([row + [pad] * (width - len(row)) for row in ids], device=model.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=model.device)
+    return {"input_ids": tokens, "attention_mask": mask}
