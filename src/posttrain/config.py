@@ -136,6 +136,27 @@ class EnvConfig(Section):
         return self
 
 
+class NamedEnvConfig(EnvConfig):
+    """A further env, for the rows that name it."""
+
+    limits: dict[str, Any] = Field(default={}, description="what differs from `limits` in this env")
+
+    @model_validator(mode="after")
+    def _limits_differ_in_known_ways(self) -> Self:
+        if "max_prompt_tokens" in self.limits:
+            raise key_error(
+                "limits.max_prompt_tokens", "prompts have one limit for all envs: set limits.max_prompt_tokens"
+            )
+        try:
+            self.limits_over(Limits())
+        except ValueError as error:
+            raise key_error("limits", str(error)) from None
+        return self
+
+    def limits_over(self, common: Limits) -> Limits:
+        return Limits.model_validate(common.model_dump() | self.limits)
+
+
 class SamplingConfig(Section):
     """How training episodes are sampled."""
 
@@ -210,6 +231,7 @@ class RLConfig(Section):
     model: ModelConfig
     data: DataConfig
     env: EnvConfig = Field(default_factory=EnvConfig)
+    envs: dict[str, NamedEnvConfig] = Field(default={}, description="further envs by the names that rows give")
     retrieval: RetrievalConfig | None = None
     reward: RewardConfig = Field(default_factory=RewardConfig)
     limits: Limits = Field(default_factory=Limits)
@@ -239,6 +261,17 @@ class RLConfig(Section):
     @property
     def evaluates(self) -> bool:
         return bool(self.data.eval)
+
+    def env_called(self, name: str) -> EnvConfig:
+        """The env of rows that name `name`: one of `envs`, the usual one, or a shipped one without options."""
+        if name in self.envs:
+            return self.envs[name]
+        return self.env if name == self.env.name else EnvConfig(name=name)
+
+    @property
+    def env_limits(self) -> dict[str, Limits]:
+        """By the names that rows give; for the others `limits` holds."""
+        return {name: env.limits_over(self.limits) for name, env in self.envs.items() if env.limits}
 
 
 class EvalRunConfig(RLConfig):
@@ -305,13 +338,21 @@ def _check_data(config: RLConfig) -> None:
 
 
 def _check_env(config: RLConfig) -> None:
-    name, needed = config.env.name, config.env.takes_retriever
-    if needed and config.retrieval is None:
-        raise key_error("env", f"{name} searches: add a `retrieval:` section with an index, a corpus or a url")
-    if needed and "top_k" in config.env.options:
-        raise key_error("env.options.top_k", "how many passages a search returns is retrieval.top_k; set it there")
-    if config.retrieval is not None and not needed:
-        raise key_error("retrieval", f"the env {name} takes no retriever; remove this section or choose another env")
+    searching = False
+    for place, env in (("env", config.env), *((f"envs.{name}", env) for name, env in config.envs.items())):
+        if not env.takes_retriever:
+            continue
+        searching = True
+        if config.retrieval is None:
+            raise key_error(place, f"{env.name} searches: add a `retrieval:` section with an index, a corpus or a url")
+        if "top_k" in env.options:
+            raise key_error(
+                f"{place}.options.top_k", "how many passages a search returns is retrieval.top_k; set it there"
+            )
+    if config.retrieval is not None and not searching:
+        raise key_error(
+            "retrieval", f"the env {config.env.name} takes no retriever; remove this section or choose another env"
+        )
 
 
 def _check_best(config: RLConfig) -> None:

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -61,7 +61,15 @@ class RolloutSpec:
     sampler: Sampler
     renderer: TextCodec
     limits: Limits = field(default_factory=Limits)
+    env_limits: Mapping[str, Limits] = field(default_factory=dict[str, Limits])  # instead, for tasks that name an env
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=512))
+
+    def of(self, task: Task) -> RolloutSpec:
+        """With the limits that hold for `task`."""
+        limits = self.limits if task.env is None else self.env_limits.get(task.env, self.limits)
+        if limits is self.limits:
+            return self
+        return replace(self, limits=limits, params=replace(self.params, max_new_tokens=limits.max_turn_tokens))
 
 
 def turn_seed(run_seed: int, step: int, task_id: str, sample: int, turn: int) -> int:
@@ -89,6 +97,7 @@ async def rollout_group(
     rewritten contributes several trajectories with one episode_id.
     Raises TrajectoryError when the sampler breaks its contract, and whatever the renderer raises.
     """
+    spec = spec.of(task)
     shared = _Shared(spec)
     runs = [
         _EpisodeRun(task, spec, group_id=group_id, sample=i, seed=(run_seed, step), shared=shared)
@@ -111,6 +120,7 @@ async def rollout_episode(
     task: Task, spec: RolloutSpec, *, group_id: str, sample: int, run_seed: int, step: int
 ) -> list[Trajectory]:
     """Rolls out one episode; see `rollout_group`. More than one trajectory only if the env rewrote its history."""
+    spec = spec.of(task)
     run = _EpisodeRun(task, spec, group_id=group_id, sample=sample, seed=(run_seed, step), shared=_Shared(spec))
     await run.play()
     return run.finished()

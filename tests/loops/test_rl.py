@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,41 @@ def test_resuming_over_changed_data_says_what_changed_and_goes_on_only_when_told
     run.close()
     assert run.finished
     assert "resuming over changed data" in (tmp_path / "run" / "log.txt").read_text()
+
+
+# ---------------------------------------------------------------- several envs
+
+
+def test_rows_live_in_the_env_they_name_under_its_limits(tmp_path: Path):
+    mixed = [row | ({"env": "short"} if i % 2 else {}) for i, row in enumerate(rows())]
+    run = trained(
+        toy_config(
+            tmp_path,
+            tasks=mixed,
+            data={"train": {"path": str(tmp_path / "train.jsonl"), "columns": {"env": "env"}}},
+            envs={"short": {"name": "single_turn", "limits": {"max_turn_tokens": 3}}},
+            batch={"prompts_per_step": 4},
+        )
+    )
+    row = metric_rows(run)[1]
+    assert row["env/policy_tokens/short"] <= 3 < row["env/policy_tokens/single_turn"] <= 12
+    assert row["env/invalid/short"] == 0
+    assert row["env/reward/short"] != row["env/reward/single_turn"]
+
+
+@pytest.mark.parametrize(
+    ("envs", "shown"),
+    [
+        ({"calc": {"name": "single_turn"}}, "envs.calc is an env that no row asks for"),
+        ({"calc": {"name": "single_trun"}}, "single_turn"),
+        ({"calc": {"name": "single_turn", "limits": {"max_turn_token": 3}}}, "max_turn_token"),
+        ({"calc": {"name": "single_turn", "limits": {"max_prompt_tokens": 3}}}, "one limit for all envs"),
+        ({"calc": {"name": "search"}}, "add a `retrieval:` section"),
+    ],
+)
+def test_envs_that_cannot_be_are_named(tmp_path: Path, envs: dict[str, Any], shown: str):
+    with pytest.raises(ConfigError, match=re.escape(shown)):
+        trained(toy_config(tmp_path, envs=envs))
 
 
 # ---------------------------------------------------------------- checkpoints

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from transformers import AutoTokenizer
 
 from posttrain.chat import Renderer
-from posttrain.config import ConfigError, EnvConfig, RLConfig, resolve
+from posttrain.config import ConfigError, RLConfig, resolve
 from posttrain.data import TaskSet, load_tasks
 from posttrain.envs import ENVS, Env
 from posttrain.envs.protocol import check_env
@@ -66,6 +66,7 @@ def load_parts(config: RLConfig) -> Parts:
     renderer = load_renderer(config)
     train = load_part(config, "train", renderer)
     evaluation = load_part(config, "eval", renderer) if config.data.eval else None
+    _check_all_envs_are_used(config, [*train, *(evaluation or ())])
     stage = make_stage(config, renderer, [*train, *(evaluation or ())])
     return Parts(
         renderer=renderer,
@@ -75,6 +76,15 @@ def load_parts(config: RLConfig) -> Parts:
         train=train,
         eval=evaluation,
     )
+
+
+def _check_all_envs_are_used(config: RLConfig, tasks: Sequence[Task]) -> None:
+    used = {task.env for task in tasks}
+    for name in config.envs:
+        if name not in used:
+            named = ", ".join(sorted(env for env in used if env is not None)) or "none"
+            fix = f"give a source of the data `env: {name}`, or `columns: {{env: COLUMN}}`, or leave the env out"
+            raise ConfigError([f"envs.{name} is an env that no row asks for (rows name: {named}); {fix}"])
 
 
 def load_renderer(config: RLConfig) -> Renderer:
@@ -132,7 +142,7 @@ def tools_of(name: str, config: RLConfig) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        options = dict(config.env.options) if name == config.env.name else {}
+        options = dict(config.env_called(name).options)
         raise ConfigError([f"env {name} cannot be made with {options}: {type(error).__name__}: {error}"]) from error
     return getattr(env, "tools", None) or None
 
@@ -190,9 +200,9 @@ def unscorable(answer: str) -> str | None:
 
 def env_maker(name: str, config: RLConfig, retriever: Retriever | None) -> Callable[..., Env]:
     """Makes envs called `name`: the options of the config's env, the retriever for one that takes it."""
-    if name != config.env.name:
+    if name not in config.envs and name != config.env.name:
         resolve(ENVS, name, "env")  # for its error, which names the nearest
-    env = config.env if name == config.env.name else EnvConfig(name=name)
+    env = config.env_called(name)
     options = dict(env.options)
     if env.takes_retriever:
         if retriever is None or config.retrieval is None:
@@ -218,7 +228,14 @@ def make_spec(config: RLConfig, parts: Stage, sampler: Sampler, params: Sampling
     def make_env(task: Task) -> Env:
         return parts.envs[task.env or config.env.name]()
 
-    return RolloutSpec(make_env=make_env, sampler=sampler, renderer=parts.renderer, limits=config.limits, params=params)
+    return RolloutSpec(
+        make_env=make_env,
+        sampler=sampler,
+        renderer=parts.renderer,
+        limits=config.limits,
+        env_limits=config.env_limits,
+        params=params,
+    )
 
 
 def make_sampler(policy: Policy, parts: Stage, engines: int | None = None) -> NativeSampler:

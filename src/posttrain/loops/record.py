@@ -29,15 +29,22 @@ WORD = re.compile(r"[^\w.-]+")
 
 
 def record_rollout(
-    metrics: Metrics, trajectories: Sequence[Trajectory], kept: Sequence[Trajectory], sources: dict[str, str]
+    metrics: Metrics,
+    trajectories: Sequence[Trajectory],
+    kept: Sequence[Trajectory],
+    sources: Mapping[str, str],
+    envs: Mapping[str, str] | None = None,
 ) -> None:
-    """What became of the episodes. kept: those that may train. sources: task id -> name of its source."""
+    """What became of the episodes. kept: those that may train. sources, envs: task id -> name of its source and, where
+    there are several, of its env."""
     episodes = [list(parts) for _, parts in groupby(trajectories, key=lambda t: t.episode_id)]
     metrics.record("rollout/episodes", len(episodes))
     for outcome, key in ((Score, "scored"), (Invalid, "invalid"), (Abstain, "abstained")):
         metrics.record(f"rollout/{key}", sum(isinstance(parts[-1].outcome, outcome) for parts in episodes))
     for parts in episodes:
         _record_episode(metrics, parts, sources[parts[-1].task_id])
+        if envs:
+            _record_in_env(metrics, parts, envs[parts[-1].task_id])
     _record_shares(metrics, episodes)
     scored = {t.episode_id for t in trajectories if isinstance(t.outcome, Score)}
     metrics.record("rollout/dropped", len(scored - {t.episode_id for t in kept}))
@@ -63,6 +70,17 @@ def _record_episode(metrics: Metrics, parts: list[Trajectory], source: str) -> N
         metrics.record(f"rollout/invalid/{word(outcome.reason)}", 1)
     if isinstance(outcome, Score):
         record_score(metrics, "reward", name, outcome, source)
+
+
+def _record_in_env(metrics: Metrics, parts: list[Trajectory], env: str) -> None:
+    name, outcome = parts[-1].episode_id, parts[-1].outcome
+    turns = [turn for t in parts for turn in t.turns if turn.who is Source.POLICY]
+    metrics.record(f"env/turns/{word(env)}", len(turns), id=name)
+    metrics.record(f"env/calls/{word(env)}", sum(len(turn.calls) for turn in turns), id=name)
+    metrics.record(f"env/policy_tokens/{word(env)}", sum(t.policy_token_count for t in parts), id=name)
+    metrics.record(f"env/invalid/{word(env)}", float(isinstance(outcome, Invalid)), id=name)
+    if isinstance(outcome, Score):
+        metrics.record(f"env/reward/{word(env)}", outcome.value, id=name)
 
 
 def _record_shares(metrics: Metrics, episodes: list[list[Trajectory]]) -> None:

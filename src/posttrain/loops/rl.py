@@ -85,6 +85,12 @@ class Run:
     def sources(self) -> dict[str, str]:
         return {task.id: task.source for task in self.parts.train}
 
+    @property
+    def envs(self) -> dict[str, str] | None:
+        """Task id -> name of its env; None where all have the same."""
+        usual = self.config.env.name
+        return {task.id: task.env or usual for task in self.parts.train} if len(self.parts.envs) > 1 else None
+
     def close(self) -> None:
         self.parts.close()
         self.sinks.close()
@@ -174,7 +180,7 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
     with timed(metrics, "time/rollout"):
         trajectories = _roll_out(run, runner, metrics)
     kept = accepted_groups(usable(trajectories), run.config.algorithm)
-    record_rollout(metrics, trajectories, kept, run.sources)
+    record_rollout(metrics, trajectories, kept, run.sources, run.envs)
     _stop_if_broken(run, trajectories)
 
     # 2. assign credit: rewards -> advantages

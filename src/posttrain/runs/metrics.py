@@ -57,6 +57,12 @@ METRICS: dict[str, Metric] = {
     "rollout/stop/<reason>": Metric("episode", "mean", "share of episodes that ended for this reason"),
     "rollout/tokens_cut": Metric("step", "sum", "tokens cut from observations and turns"),
     "rollout/bytes_cut": Metric("step", "sum", "bytes cut from observations"),
+    # the same by env, where rows name several
+    "env/reward/<name>": Metric("episode", "mean", "reward of the tasks of one env"),
+    "env/turns/<name>": Metric("episode", "mean", "policy turns in it"),
+    "env/calls/<name>": Metric("episode", "mean", "tool calls attempted in it"),
+    "env/policy_tokens/<name>": Metric("episode", "mean", "tokens that the policy wrote in it"),
+    "env/invalid/<name>": Metric("episode", "mean", "share of its episodes that broke"),
     # groups
     "group/count": Metric("step", "sum", "groups of the step"),
     "group/no_signal": Metric("group", "mean", "share of groups whose rewards are all equal: skipped by the update"),
