@@ -59,7 +59,7 @@ def test_p95_micro_batches_and_threads_change_no_gradient(begun, monkeypatch, sp
     run.learner.config = run.config.model_copy(update={"algorithm": algorithm})
     (whole,), _ = gradients(run.learner, trajectories, monkeypatch, cpu_workers=1)
     (cut,), (done,) = gradients(run.learner, trajectories, monkeypatch, **split)
-    assert len(done.parts) == split.get("cpu_workers", 4)
+    assert len(done.parts) == split.get("cpu_workers", 2)  # of 130 tokens, shared prompts counted once
     assert float(whole.abs().max()) > 1e-3
     assert torch.allclose(whole, cut, atol=1e-6, rtol=0)
 
