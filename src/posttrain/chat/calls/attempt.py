@@ -13,6 +13,9 @@ CUT = frozenset(
 )
 
 
+MAX_CALLS = 512  # attempts in one turn that are looked at; the rest is refused as one
+
+
 class Spec(Protocol):
     """A tool as the policy is told of it. `parameters` is the JSON schema of an object."""
 

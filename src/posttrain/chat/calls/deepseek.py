@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from posttrain.chat.calls import json_text
-from posttrain.chat.calls.attempt import Found, NotExpressible, shown
+from posttrain.chat.calls.attempt import MAX_CALLS, Found, NotExpressible, shown
 from posttrain.chat.calls.json_text import JsonText, dumps, json_value
 from posttrain.chat.calls.objects import arguments_of
 from posttrain.chat.calls.scan import Lookout, Scan, Wait
@@ -16,7 +16,7 @@ from posttrain.trajectory import CallStatus
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_FENCE = "```"
+_FENCE, _JSON_FENCE = "```", "```json"
 _LINE = re.compile(r"[^\n<{]*+")
 
 
@@ -49,7 +49,7 @@ class DeepSeek(Syntax):
                 return [(yield from self._no_call(scan, ahead, start))]
             scan.at += len(_CALL)
         found = [(yield from self._call(scan, start))]
-        while not found[-1].unfinished:
+        while not found[-1].unfinished and len(found) <= MAX_CALLS:
             begins = scan.position
             yield from scan.skip()
             ahead = yield from scan.peek(max(len(_CALL), len(_CALLS_END)))
@@ -82,12 +82,12 @@ class DeepSeek(Syntax):
         if (yield from scan.peek(1)) != "{":
             name = (yield from scan.run(_LINE)).strip()
             yield from scan.skip()
-            fence = yield from scan.peek(len(_FENCE))
-            fenced = fence == _FENCE
-            if fenced:
+            ahead = yield from scan.peek(len(_JSON_FENCE))
+            if _JSON_FENCE.startswith(ahead):
+                scan.at += len(ahead)
+            elif ahead.startswith(_FENCE):
                 scan.at += len(_FENCE)
-                if (yield from scan.peek(4)) == "json":
-                    scan.at += 4
+            fenced = ahead.startswith(_FENCE)
         text = yield from self._arguments(scan, fenced)
         place = {"start": start, "name": name}
         if text.problem:

@@ -19,6 +19,7 @@ MAX_SCALAR = 400  # characters of a number
 _TOKEN = re.compile(
     r'[ \t\n\r]*+(?:([{}\[\]:,])|("(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+")|([-+.\w]++))'
 )
+_SCALAR_GROUP = 3
 _BLANK = re.compile(r"[ \t\n\r]*+")
 _INSIDE = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -28,7 +29,19 @@ _TOO_LONG = "a number is too long"
 
 # What may come next, by what is expected: value, value or ']', key, key or '}', colon, comma or the closing bracket.
 _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _COMMA = "value", "item", "key", "first key", "colon", "comma"
+_TOO_DEEP = "nothing"
 _OPENS = {"{": _KEY_OR_END, "[": _VALUE_OR_END}
+_CLOSES = {"}": "{", "]": "["}
+_VALUES = {**_OPENS, _STRING: _COMMA, _SCALAR_KIND: _COMMA}
+_NEXT: dict[str, dict[str, str]] = {
+    _VALUE: _VALUES,
+    _VALUE_OR_END: {**_VALUES, "]": _COMMA},
+    _KEY: {_STRING: _COLON},
+    _KEY_OR_END: {_STRING: _COLON, "}": _COMMA},
+    _COLON: {":": _VALUE},
+    _COMMA: {",": _VALUE, "}": _COMMA, "]": _COMMA},
+    _TOO_DEEP: {},
+}
 _EXPECTED = {
     _VALUE: "a value",
     _VALUE_OR_END: "a value or ]",
@@ -49,7 +62,7 @@ class JsonText:
 
 
 class _Grammar:
-    """What may come next. `take` is told the kind of each token and answers with '' or with what is wrong."""
+    """What may come next: `state`, and the brackets that are open."""
 
     def __init__(self) -> None:
         self.state = _VALUE
@@ -57,40 +70,28 @@ class _Grammar:
         self.too_long = False
 
     def take(self, kind: str) -> bool:
-        state = self.state
-        if state == _COMMA:
-            if kind == ",":
-                self.state = _KEY if self.open[-1] == "{" else _VALUE
-                return True
-            return self._close(kind)
-        if state in (_VALUE, _VALUE_OR_END):
-            if kind in (_SCALAR_KIND, _STRING):
-                self.state = _COMMA if self.open else _DONE
-                return True
-            if kind in _OPENS:
-                self.open.append(kind)
-                self.state = _OPENS[kind]
-                return len(self.open) <= MAX_DEPTH
-            return state == _VALUE_OR_END and kind == "]" and self._close(kind)
-        if state == _COLON:
-            self.state = _VALUE
-            return kind == ":"
-        if kind == _STRING:
-            self.state = _COLON
-            return True
-        return state == _KEY_OR_END and kind == "}" and self._close(kind)
-
-    def _close(self, kind: str) -> bool:
-        if kind != ("}" if self.open[-1] == "{" else "]"):
+        """Goes on behind a token. False: it is not allowed here."""
+        after = _NEXT[self.state].get(kind)
+        if after is None:
             return False
-        self.open.pop()
-        self.state = _COMMA if self.open else _DONE
+        if kind in _OPENS:
+            if len(self.open) == MAX_DEPTH:
+                self.state = _TOO_DEEP
+                return False
+            self.open.append(kind)
+        elif kind in _CLOSES:
+            if self.open[-1] != _CLOSES[kind]:
+                return False
+            self.open.pop()
+        elif kind == "," and self.open[-1] == "{":
+            after = _KEY
+        self.state = after if after != _COMMA or self.open else _DONE
         return True
 
     def complaint(self, seen: str) -> str:
         if self.too_long:
             return _TOO_LONG
-        if len(self.open) > MAX_DEPTH:
+        if self.state == _TOO_DEEP:
             return f"it is nested more than {MAX_DEPTH} deep"
         if self.state in (_KEY, _VALUE) and seen[:1] in ("}", "]") and self.open:
             return f"there is a comma too many in front of {seen[0]}" if self.state == _KEY else "a value is missing"
@@ -114,6 +115,9 @@ def json_value(scan: Scan) -> Wait[JsonText]:
         yield from scan.skip(_BLANK)
         if scan.at == len(scan.buffer):
             return JsonText(scan.taken(), "the JSON is not complete", unfinished=True)
+        token = _TOKEN.match(scan.buffer, scan.at)
+        if token and (token.lastindex != _SCALAR_GROUP or token.end() < len(scan.buffer)):
+            continue  # more text has come
         if scan.buffer[scan.at] == '"' and grammar.state not in (_COLON, _COMMA):
             problem = yield from _long_string(scan)
             if problem is None:
@@ -121,7 +125,7 @@ def json_value(scan: Scan) -> Wait[JsonText]:
             if problem:
                 return JsonText(scan.taken(), problem)
             grammar.take(_STRING)
-        elif scan.buffer[scan.at] == '"' or _TOKEN.match(scan.buffer, scan.at) is None:
+        elif token is None:
             seen = yield from scan.peek(24)
             return JsonText(scan.taken(), grammar.complaint(seen))
         elif scan.ended:  # a number or word that the end of the text may have cut
@@ -140,21 +144,18 @@ def _take_tokens(scan: Scan, grammar: _Grammar) -> bool:
     take, match = grammar.take, _TOKEN.match
     while found := match(buffer, at):
         group = found.lastindex
-        if group == 3:
+        if group == _SCALAR_GROUP:
             if found.end() == size and (grammar.open or not scan.ended):
                 break  # the number may go on
-            word = found[3]
+            word = found[_SCALAR_GROUP]
             if len(word) > MAX_SCALAR or not _SCALAR.fullmatch(word):
                 grammar.too_long = len(word) > MAX_SCALAR
-                scan.at = found.start(3)
+                scan.at = found.start(_SCALAR_GROUP)
                 return False
             kind = _SCALAR_KIND
         else:
             kind = found[1] if group == 1 else _STRING
-        before = grammar.state
         if not take(kind):
-            if len(grammar.open) <= MAX_DEPTH:
-                grammar.state = before
             scan.at = found.start(group or 0)
             return False
         at = found.end()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from posttrain.chat.calls.attempt import Found, NotExpressible, shown
+from posttrain.chat.calls.attempt import MAX_CALLS, Found, NotExpressible, shown
 from posttrain.chat.calls.json_text import json_value
 from posttrain.chat.calls.objects import object_of, read_call
 from posttrain.chat.calls.python_text import Bracketed, PythonProblem, PythonReader, bracketed, spelled
@@ -55,10 +55,12 @@ class LlamaJson(Syntax):
         while opener or _OBJECT_START.match((yield from scan.peek(_LOOK))):
             opener = ""
             text = yield from json_value(scan)
-            if text.problem and not text.unfinished:
+            call = read_call(text, ("parameters", "arguments"), start=start, end=scan.position)
+            if call.problem and not call.unfinished:
                 scan.back(len((yield from scan.until(self._lookout))))
-            found.append(read_call(text, ("parameters", "arguments"), start=start, end=scan.position))
-            if text.problem:
+                call = replace(call, end=scan.position)
+            found.append(call)
+            if call.problem or len(found) > MAX_CALLS:
                 break
             start = scan.position
             yield from scan.skip()
@@ -148,7 +150,7 @@ def _calls(name: str, text: Bracketed, base: int, *, whole: bool = False) -> lis
                     positional=tuple(call.positional),
                 )
             )  # fmt: skip
-            if whole:
+            if whole or len(found) > MAX_CALLS:
                 break
             if not reader.next_is(","):
                 reader.expect("]", "or a comma behind a call")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from posttrain.chat.calls import json_text
-from posttrain.chat.calls.attempt import Found, NotExpressible, shown
+from posttrain.chat.calls.attempt import MAX_CALLS, Found, NotExpressible, shown
 from posttrain.chat.calls.json_text import dumps, json_value
 from posttrain.chat.calls.objects import arguments_of, object_of, read_call
 from posttrain.chat.calls.scan import Lookout, Scan, Wait
@@ -71,12 +71,16 @@ class Mistral(Syntax):
                 return found or [Found(start=start, end=scan.position, problem="the list of calls is empty")]
             text = yield from json_value(scan)
             found.append(read_call(text, ("arguments",), start=start, end=scan.position))
-            if text.problem:
+            if found[-1].problem or len(found) > MAX_CALLS:
                 return found
             start = scan.position
             yield from scan.skip()
-            if (yield from scan.peek(1)) == ",":
+            following = yield from scan.peek(1)
+            if following == ",":
                 scan.at += 1
+            elif following not in ("]", ""):
+                problem = f"expected a comma or ] behind a call, got {shown(following)}"
+                return [*found, Found(start=start, end=scan.position, problem=problem)]
 
     def _named(self, scan: Scan, start: int) -> Wait[Found]:
         name = (yield from scan.run(_NAME)).strip()
@@ -89,7 +93,8 @@ class Mistral(Syntax):
             yield from scan.skip()
         elif len(mark) < len(_ARGS) and _ARGS.startswith(mark):
             scan.at += len(mark)
-            return Found(start=start, end=scan.position, name=name, unfinished=True)
+            problem = f"expected {_ARGS} behind the tool"
+            return Found(start=start, end=scan.position, name=name, problem=problem, unfinished=True)
         elif not mark.startswith("{"):
             problem = f"expected {_ARGS} behind {shown(name, 40)}, got {shown(mark)}"
             return Found(start=start, end=scan.position, name=name, problem=problem)

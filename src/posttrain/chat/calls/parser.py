@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from posttrain.chat.calls.attempt import Attempt, Found, Parsed
+from posttrain.chat.calls.attempt import MAX_CALLS, Attempt, Found, Parsed
 from posttrain.chat.calls.scan import Lookout, Scan, Wait
 from posttrain.chat.calls.signature import Signatures, judge
 from posttrain.chat.calls.syntax import THINK, Syntax
@@ -21,6 +21,8 @@ class CallParser:
 
     in_thought: the text begins inside a thought, because the prompt ended with `<think>`.
     thought: the tags of a thought; None counts calls inside thoughts as well.
+
+    After MAX_CALLS attempts the rest of the turn is not read: it becomes one attempt, OVER_BUDGET.
 
     A `</think>` that closes nothing shows that the prompt had opened the thought: what stood before it is withdrawn.
     """
@@ -39,6 +41,7 @@ class CallParser:
         self._in_thought = in_thought and thought is not None
         self._found: list[Found] = []
         self._hidden: list[tuple[int, int]] = []  # thoughts and calls
+        self._refused_from: int | None = None
         self._pieces: list[str] = []
         self._scan = Scan()
         self._lookout = Lookout((*syntax.openers, *(thought or ())), any_case=syntax.any_case)
@@ -60,6 +63,12 @@ class CallParser:
         for _ in self._run:
             pass
         text = "".join(self._pieces)
+        if self._refused_from is not None:
+            problem = f"more than {MAX_CALLS} calls in one turn: the rest of it is not read"
+            self._found.append(
+                Found(start=self._refused_from, end=len(text), problem=problem, status=CallStatus.OVER_BUDGET)
+            )
+            self._hidden.append((self._refused_from, len(text)))
         return Parsed(
             attempts=[self._judged(found, stop_reason) for found in self._found],
             content=_without(text, self._hidden),
@@ -79,10 +88,11 @@ class CallParser:
     def _read_all(self) -> Wait[None]:
         yield  # the first text comes with `feed`
         scan, thought = self._scan, self._thought
+        closing = Lookout(thought[1:] if thought else ())
         fresh, began, seen_thought = True, 0, self._in_thought
         while True:
             if self._in_thought and thought:
-                if not (yield from scan.until(_close(thought))):
+                if not (yield from scan.until(closing)):
                     self._hidden.append((began, scan.position))
                     return
                 self._in_thought = False
@@ -109,16 +119,20 @@ class CallParser:
             elif opener.lower() in self._openings:
                 yield from self._read(opener, at)
                 fresh = False
+            if self._refused_from is not None:
+                while not scan.ended:
+                    scan.at = len(scan.buffer)
+                    yield
+                return
 
     def _read(self, opener: str, start: int) -> Wait[None]:
         found = yield from self._syntax.read(self._scan, opener, start)
         self._found += found
         if found:
             self._hidden.append((start, self._scan.position))
-
-
-def _close(thought: tuple[str, str]) -> Lookout:
-    return Lookout((thought[1],))
+        if len(self._found) > MAX_CALLS:
+            self._refused_from = self._found[MAX_CALLS].start
+            del self._found[MAX_CALLS:]
 
 
 def _without(text: str, spans: Sequence[tuple[int, int]]) -> str:

@@ -37,7 +37,7 @@ class ReAct(Syntax):
     in_turn = True
     names_any_case = True
     result_tail = "\n"
-    reserved = re.compile(rf"(?m)^[ \t]{{0,8}}(?=(?:{_WORDS})[ \t]{{0,4}}\d{{0,4}}[ \t]{{0,4}}:)")
+    reserved = re.compile(rf"(?m)^[ \t]{{0,8}}(?=(?:{_WORDS})[ \t]{{0,4}}\d{{0,4}}[ \t]{{0,4}}:)|<(?=/?think>)")
     _input_ends = Lookout(("\nObservation", "\nThought", "\nAction", "\nFinal Answer"))
 
     def __init__(self, name: str = "react", *, finish: str | None = "finish") -> None:

@@ -46,6 +46,7 @@ class Scan:
         self.before = ""
         self._base = 0  # characters dropped in front of the buffer
         self._last = ""  # the last of them
+        self._line_start = 0
         self._kept: list[str] | None = None
         self._kept_from = 0
 
@@ -67,10 +68,7 @@ class Scan:
 
     def start_of_line(self) -> None:
         """What comes counts as the start of a line."""
-        self._last = "\n"
-        self._base += self.at
-        self.buffer = self.buffer[self.at :]
-        self.at = 0
+        self._line_start = self.position
 
     def mark(self) -> None:
         """`taken` gives what is read from here on. Marks do not nest."""
@@ -117,6 +115,8 @@ class Scan:
                 self.ended or found.start() + lookout.longest <= len(self.buffer) or not lookout.may_grow(found[0])
             ):
                 self.before = self.buffer[found.start() - 1] if found.start() else self._last
+                if self._base + found.start() == self._line_start:
+                    self.before = "\n"
                 self.at = found.end()
                 return found[0]
             if self.ended:

@@ -12,6 +12,7 @@ from posttrain.chat.calls.signature import Signatures
 from posttrain.chat.calls.syntax import NO_TOOLS, Call, Syntax, checked, reserved_tags
 from posttrain.chat.calls.values import encode
 
+_MOST_ATTRIBUTES = 64
 _KEY = re.compile(r"[A-Za-z0-9_.\-]*+")
 _KEY_START = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*+")
 _VALUE = {'"': re.compile(r'[^"\n]*+'), "'": re.compile(r"[^'\n]*+")}
@@ -98,6 +99,8 @@ class AttributeTags(Syntax):
             if end != quote:
                 return f"the value of {shown(key)} is not closed by {quote} on its line"
             scan.at += 1
+            if len(attributes) == _MOST_ATTRIBUTES:
+                return f"a tag has at most {_MOST_ATTRIBUTES} attributes"
             attributes.append((key, _ENTITY.sub(lambda found: _ENTITIES[found[1]], value)))
 
     def _found(

@@ -5,8 +5,9 @@ What a text means depends on the types that the schema allows for it:
 * only strings: the text as it is;
 * strings and other types: the text, unless it is the JSON of a value of one of the other types; a string that would be
   mistaken for one is written as a JSON string;
-* no strings: `5`, `+5` and `5.0` are integers, `true`/`True` booleans, `null`/`None` null; arrays and objects are JSON
-  or, failing that, Python literals. A text that fits nothing stays a text, which the schema then refuses.
+* no strings: `5` and `+5` are integers, and so is `5.0` where only integers are due; `true`/`True` booleans,
+  `null`/`None` null; arrays and objects are JSON or, failing that, Python literals. A text that fits nothing stays a
+  text, which the schema then refuses.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def decode(text: str, types: frozenset[str]) -> Any:
     if word and word[0] in types:
         return word[1]
     if types & {"integer", "number"} and _INTEGER.fullmatch(stripped):
-        return int(stripped.partition(".")[0])
+        whole, point, _ = stripped.partition(".")
+        return float(stripped) if point and "number" in types else int(whole)
     if "number" in types and _NUMBER.fullmatch(stripped):
         return float(stripped)
     return _container(stripped, types, text)
