@@ -51,11 +51,31 @@ def test_a_json_value_ends_where_it_ends(value, indent, size, behind):
         assert left == behind
 
 
-PIECES = ["{", "}", "[", "]", '"a"', ":", ",", "1", "-0.5e3", "true", "null", " ", '"\\u00e9"', '"\\x"', "01", "NaN", "'a'"]
+PIECES = [
+    "{",
+    "}",
+    "[",
+    "]",
+    '"a"',
+    ":",
+    ",",
+    "1",
+    "-0.5e3",
+    "true",
+    "null",
+    " ",
+    '"\\u00e9"',
+    '"\\x"',
+    "01",
+    "NaN",
+    "'a'",
+]
 
 
 @settings(max_examples=600, deadline=None)
-@given(st.text('{}[]:,"\\ \n01.eE-+truefalsn/u', max_size=25) | st.lists(st.sampled_from(PIECES), max_size=9).map("".join))
+@given(
+    st.text('{}[]:,"\\ \n01.eE-+truefalsn/u', max_size=25) | st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
+)
 def test_what_is_json_is_what_the_standard_library_takes(text):
     """As a list's only element, so that every value has a visible end."""
     text = f"[{text}]"
