@@ -207,6 +207,33 @@ def serve_search(
 
 
 @app.command()
+def serve_tools(
+    tools: Annotated[
+        list[str] | None, typer.Argument(help="Online tools by name, functions as file.py:name; default: all built-in.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file with the keys `tools` and `mcp`.")] = None,
+    stdio: Annotated[bool, typer.Option("--stdio", help="Speak on standard input and output, as a child.")] = False,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    token_env: Annotated[str | None, typer.Option(help="The environment variable with the clients' token.")] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="Another name of this machine for clients.")] = None,
+) -> None:
+    """Serve tools to any MCP client, over streamable HTTP at /mcp or over stdio."""
+    try:
+        from posttrain.tools.mcp.offer import ToolOffer
+        from posttrain.tools.mcp.serve import serve
+    except ImportError as error:
+        _fail(error)
+    from posttrain.runs.config_file import load_config, parse_config
+
+    given = {"tools": tools} if tools else {}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    offer = parse_config(ToolOffer, given) if config is None else load_config(ToolOffer, config, overrides)
+    say = partial(typer.echo, err=True)
+    serve(offer, stdio=stdio, host=host, port=port, token_env=token_env, allowed_hosts=allow_host or (), say=say)
+
+
+@app.command()
 def chat(
     model: Annotated[str, typer.Argument(help="A run directory, a checkpoint, or (with --config) a model.")],
     question: Annotated[str | None, typer.Argument(help="Left out: questions are read until end of file.")] = None,

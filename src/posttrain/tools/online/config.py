@@ -30,7 +30,7 @@ class Kind:
 
 
 _CRAWL4AI = Kind(BrowseWebpage, BrowseOptions, (("fetcher", "crawl4ai"),))
-ONLINE: dict[str, Kind] = {
+BUILT_IN: dict[str, Kind] = {
     "snippet_search": Kind(SnippetSearch),
     "semantic_scholar_search": Kind(PaperSearch),
     "google_search": Kind(SerperSearch),
@@ -41,7 +41,8 @@ ONLINE: dict[str, Kind] = {
     "massive_serve": Kind(MassiveServe),
     "browse_webpage": Kind(BrowseWebpage, BrowseOptions),
     "vllm_hosted_reranker": Kind(Reranker, RerankOptions),
-    # the names of DR-Tulu's MCP server
+}
+DR_TULU: dict[str, Kind] = {  # the names that its MCP server gives to the same tools
     "semantic_scholar_snippet_search": Kind(SnippetSearch),
     "serper_google_webpage_search": Kind(SerperSearch),
     "serper_google_scholar_search": Kind(SerperScholar),
@@ -51,6 +52,7 @@ ONLINE: dict[str, Kind] = {
     "crawl4ai_fetch_webpage_content": _CRAWL4AI,
     "crawl4ai_docker_fetch_webpage_content": _CRAWL4AI,
 }
+ONLINE = BUILT_IN | DR_TULU
 
 
 class OnlineToolConfig(BaseModel):
