@@ -108,9 +108,8 @@ async def serve_http(
             path=path,
             middleware=guards,  # type: ignore[arg-type]
             stateless_http=True,
-            allowed_hosts=[*allowed_hosts, *({host} - {"0.0.0.0", "::"})]
-            if host in LOOPBACK or allowed_hosts
-            else None,
+            host_origin_protection="auto",  # off by default: a page in a browser could reach a server on 127.0.0.1
+            allowed_hosts=[*allowed_hosts, host] if allowed_hosts else None,
             sockets=[listening],
             uvicorn_config={"access_log": False, "log_level": "warning"},
         )
