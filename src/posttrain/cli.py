@@ -269,6 +269,23 @@ def _questions() -> Iterator[str]:
 
 
 @app.command()
+def check(
+    config: Path,
+    overrides: Overrides = None,
+    tasks: Annotated[int, typer.Option(min=1, help="How many are looked at.")] = 200,
+    frame: Annotated[str | None, typer.Option(help="How an answer is written, with {answer}.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the reward answers of known worth: it must accept the right ones, and nothing else. Loads no model."""
+    from posttrain.loops.check import check as run_check
+
+    found = run_check(_rl_config(config, overrides), tasks=tasks, frame=frame)
+    _show(as_json, found.as_dict(), found.render())
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(
     run_dir: Annotated[Path | None, typer.Option(help="Where runs will be written; default runs/.")] = None,
     as_json: AsJson = False,

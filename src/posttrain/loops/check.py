@@ -1,0 +1,227 @@
+"""`posttrain check`: would this config reward what is right, and nothing else? Without a model.
+
+The accepted answers are played through the real env by a scripted sampler: tokenised, cut by the limits, stopped,
+judged. Then the reward alone is shown answers of known worth (`rewards.audit`), and the prompts are searched for tags
+that the env and the reward do not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from posttrain.config import ConfigError, RLConfig
+from posttrain.data import TaskSet
+from posttrain.envs import Env
+from posttrain.loops.build import Stage, load_part, load_renderer, make_spec, make_stage, training_params
+from posttrain.rewards import Reward, score
+from posttrain.rewards.audit import TAGGED, Audit, audit, frame_of, written
+from posttrain.rewards.config import RewardConfig
+from posttrain.rewards.scoring import for_evaluation, leaves
+from posttrain.rollout import episode_of, rollout_group
+from posttrain.sampler.scripted import ScriptedSampler
+from posttrain.task import Invalid, Score, Task
+from posttrain.trainer.loading import ModelError
+
+TAG = re.compile(r"</?([A-Za-z_][\w-]*)>")
+USUAL_TAGS = frozenset({"answer", "search", "think", "tool_call", "tool_response"})
+PLAYED = 32  # tasks whose answer is played through the env
+PACKAGED = "tiny_search_base"
+UNLIMITED = 1 << 20  # tokens
+ASKING = 3  # tasks for rewards that ask servers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What was found. `problems` are faults of the config; `notes` are not."""
+
+    played: int
+    reached: int  # of these, how many got the full reward
+    audit: Audit | None
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "played": self.played,
+            "reached": self.reached,
+            "audit": None if self.audit is None else self.audit.as_dict(),
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+        }
+
+    def render(self) -> str:
+        lines = [f"accepted answers played through the env: {self.reached} of {self.played} get the full reward"]
+        if self.audit is not None:
+            lines += ["", *_table(self.audit)]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"problem: {problem}" for problem in self.problems]
+        return "\n".join([*lines, "", "passed" if self.passed else "failed"])
+
+
+def check(config: RLConfig, *, tasks: int = 200, frame: str | None = None) -> Check:
+    """tasks: the first of `data.train` (of `data.eval` where there is none). frame: how an answer is written, with
+    {answer}; by default as the rewards read it."""
+    if frame is not None and "{answer}" not in frame:
+        raise ConfigError([f"the form of an answer must hold {{answer}}, got {frame!r}"])
+    config, renderer, notes = _with_tokenizer(config)
+    chosen = list(_tasks(config, renderer))[:tasks]
+    stage = make_stage(config, renderer, chosen)
+    try:
+        asks = any(hasattr(leaf, "counters") for reward in stage.rewards.values() for leaf in leaves(reward))
+        chosen = chosen[:ASKING] if asks else chosen
+        found = asyncio.run(_check(config, stage, chosen, frame or frame_of(_names(config.reward, chosen))))
+        return replace(found, notes=(*notes, *found.notes))
+    finally:
+        stage.close()
+
+
+async def _check(config: RLConfig, stage: Stage, tasks: Sequence[Task], frame: str | None) -> Check:
+    rewards = {name: for_evaluation(reward) for name, reward in stage.rewards.items()}
+
+    def reward_of(task: Task) -> Reward:
+        return rewards[task.reward]
+
+    lint_problems, notes = lint_tags(tasks, _made_env(config, stage), frame or TAGGED)
+    if frame is None:
+        notes.append("what is judged here is no answer (tests, rubrics, citations), so none could be made and played")
+        return Check(played=0, reached=0, audit=None, problems=tuple(lint_problems), notes=tuple(notes))
+    full = config.eval.right_from
+    played = [task for task in tasks if task.ground_truth][:PLAYED]
+    failed = [text for task in played if (text := await _play(config, stage, task, reward_of(task), frame)) is not None]
+    found = await audit(tasks, reward_of, frame=frame, accept_from=full)
+    problems = [*lint_problems, *_audit_problems(found)]
+    if failed:
+        problems.append(f"{len(failed)} of {len(played)} accepted answers do not get {full:g} in the env: {failed[0]}")
+    if not played:
+        problems.append("no task has an accepted answer")
+    return Check(
+        played=len(played),
+        reached=len(played) - len(failed),
+        audit=found,
+        problems=tuple(problems),
+        notes=(*notes, *_audit_notes(found)),
+    )
+
+
+def _with_tokenizer(config: RLConfig) -> tuple[RLConfig, Any, tuple[str, ...]]:
+    """The config and its tokenizer; without one, the packaged one, limits that do not bind, and a note about it."""
+    try:
+        return config, load_renderer(config), ()
+    except ModelError as error:
+        model = config.model.model_copy(update={"path": PACKAGED})
+        limits = config.limits.model_copy(
+            update={name: UNLIMITED for name in type(config.limits).model_fields if name.endswith("_tokens")}
+        )
+        data = config.data.model_copy(update={"max_prompt_tokens": None})
+        config = config.model_copy(update={"model": model, "limits": limits, "data": data})
+        first = str(error).splitlines()[0]
+        return (
+            config,
+            load_renderer(config),
+            (f"played with the packaged tokenizer, without limits of length: {first}",),
+        )
+
+
+def _tasks(config: RLConfig, renderer: Any) -> TaskSet:
+    if config.data.train:
+        return load_part(config, "train", renderer)
+    if config.data.eval:
+        return load_part(config, "eval", renderer)
+    raise ConfigError(["there is nothing to check: set data.train or data.eval"])
+
+
+async def _play(config: RLConfig, stage: Stage, task: Task, reward: Reward, frame: str) -> str | None:
+    """Why the accepted answer does not get the full reward; None when it does."""
+    text = frame.format(answer=written(task.ground_truth[0]))
+    sampler = ScriptedSampler(lambda call: text, stage.tokenizer)
+    spec = make_spec(config, stage, sampler, training_params(config))
+    found = await rollout_group(task, spec, group_id="check", group_size=1, run_seed=0, step=0)
+    outcome = found[-1].outcome
+    episode = episode_of(found, stage.renderer)
+    if not isinstance(outcome, Invalid):
+        outcome = await score(reward, episode, task)
+    if isinstance(outcome, Score) and outcome.value >= config.eval.right_from:
+        return None
+    said = f"{outcome.value:g}" if isinstance(outcome, Score) else f"{type(outcome).__name__}: {outcome.reason}"
+    cut = " (the turn was cut by limits.max_turn_tokens)" if episode.stop_reason == "length" else ""
+    return f"task {task.id} with {text!r:.160} got {said}{cut}"
+
+
+def lint_tags(tasks: Sequence[Task], env: Env | None, frame: str) -> tuple[list[str], list[str]]:
+    """(problems, notes): tags that most prompts name but that only resemble known ones, and needed ones that no prompt
+    names. Known are the tags of the env's stop strings, of its attribute `tags`, and of the form of an answer."""
+    needed = {tag for stop in getattr(env, "stop_strings", ()) for tag in TAG.findall(stop)} | set(TAG.findall(frame))
+    known = needed | USUAL_TAGS | set(getattr(env, "tags", ()))
+    named = Counter(tag for task in tasks for tag in {t for m in task.prompt for t in TAG.findall(str(m["content"]))})
+    problems = [
+        f"the prompts name <{tag}>, which nothing reads; did you mean <{near[0]}>?"
+        for tag, count in sorted(named.items())
+        if tag not in known
+        and 2 * count > len(tasks)
+        and (near := difflib.get_close_matches(tag.lower(), sorted(known), n=1))
+    ]
+    missing = sorted(needed - named.keys() - {"think"})
+    notes = [f"no prompt names <{tag}>: the policy must know it already" for tag in missing]
+    return problems, notes
+
+
+def _made_env(config: RLConfig, stage: Stage) -> Env | None:
+    make: Callable[[], Env] | None = stage.envs.get(config.env.name)
+    return None if make is None else make()
+
+
+def _names(reward: RewardConfig, tasks: Iterable[Task]) -> list[str]:
+    """The rewards that decide how an answer is written: those of the rows, else those of the config."""
+    of_rows = {name.strip() for task in tasks if task.reward for name in task.reward.split(",")}
+    if of_rows:
+        return sorted(of_rows)
+    if reward.by is not None:
+        default = [] if reward.by.default is None else [reward.by.default]
+        return [part.name for part in (*reward.by.rewards.values(), *default)]
+    return [part.name for part in reward.parts.values()] or [reward.name]
+
+
+def _audit_problems(found: Audit) -> list[str]:
+    return [
+        f"the reward refuses {tally.wrong} of {tally.count} accepted answers: {tally.examples[0]}"
+        for tally in found.tallies.values()
+        if tally.right and tally.wrong
+    ]
+
+
+def _audit_notes(found: Audit) -> list[str]:
+    return [
+        f"the reward accepts {tally.wrong} of {tally.count} candidates of kind {kind}: {tally.examples[0]}"
+        for kind, tally in found.tallies.items()
+        if not tally.right and tally.wrong
+    ]
+
+
+def _table(found: Audit) -> list[str]:
+    head = f"{'candidate':<24}{'deserves it':>12}{'judged':>8}{'accepted':>10}{'invalid':>9}{'mean':>8}"
+    rows = [
+        f"{kind:<24}{'yes' if t.right else 'no':>12}{t.count:>8}{t.accepted:>10}{t.invalid:>9}"
+        f"{(f'{t.total / t.scored:.3f}' if t.scored else '-'):>8}"
+        for kind, t in found.tallies.items()
+    ]
+    rates = [
+        f"false accepts: {found.false_accepts} ({_percent(found.false_accept_rate)}), "
+        f"false rejects: {found.false_rejects} ({_percent(found.false_reject_rate)}), {found.tasks} tasks"
+        + (f", {found.skipped} without an accepted answer" if found.skipped else "")
+    ]
+    return [head, *rows, "", *rates]
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.2f} %"
