@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gzip
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from posttrain.tools.online.config import OnlineToolConfig
 from posttrain.tools.online.render import shown_ids
+from posttrain.tools.protocol import ToolError
 from posttrain.trajectory import CallStatus
 
 from .calls import call, failure, tool
@@ -28,7 +32,9 @@ HTML = (
 
 
 def browse(stub: Stub, **options: Any) -> Any:
-    return tool("browse_webpage", net={"allow": (stub.place,), **options.pop("net", {})}, **options)
+    """Without worker processes, which take a second to start, unless asked for."""
+    net = {"allow": (stub.place,), **options.pop("net", {})}
+    return tool("browse_webpage", net=net, **{"workers": 0, **options})
 
 
 @needs_trafilatura
@@ -72,6 +78,28 @@ class TestPages:
         (page,) = call(browse(stub, context_chars=50_000), url=f"{stub.url}/page").data
         words = set(truth["articleBody"].split())
         assert len(words & set(page["text"].split())) > 0.9 * len(words)
+
+    def test_pages_are_read_in_worker_processes(self, stub: Stub):
+        """The same text; one that takes too long is given up, and the next is read."""
+        stub.on("/page", Reply(HTML.replace("river", "Fluß").encode("latin-1"), type="text/html; charset=latin-1"))
+        stub.on("/pdf", Reply(b"%PDF-1.7", type="application/pdf"))
+        deep = "<html><body>" + "<div>" * 300_000
+        stub.on("/slow", Reply(deep + "<p>x" * 300_000, type="text/html"))
+
+        async def run() -> None:
+            made, here = browse(stub, workers=1, net={"seconds": 5}), browse(stub)
+            arguments = {"url": f"{stub.url}/page", "include_html": True}
+            assert (await made.call(arguments)).data == (await here.call(arguments)).data
+            with pytest.raises(ToolError, match="cannot be read"):
+                await made.call({"url": f"{stub.url}/pdf"})
+            started = time.monotonic()
+            with contextlib.suppress(ToolError):  # a fast machine reads it in time
+                await made.call({"url": f"{stub.url}/slow"})
+            assert time.monotonic() - started < 8
+            assert "Fluß" in (await made.call(arguments)).text
+            await asyncio.gather(made.close(), here.close())
+
+        asyncio.run(run())
 
     def test_a_long_page_is_cut_and_says_so(self, stub: Stub):
         stub.on("/page", Reply(HTML, type="text/html"))

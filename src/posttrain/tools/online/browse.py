@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pydantic import AliasChoices, Field
 
 from posttrain.tools.online.arguments import Arguments, parse, spec_of
+from posttrain.tools.online.content import Page
 from posttrain.tools.online.fetchers import BrowseOptions, PageRequest, make_fetcher
-from posttrain.tools.online.page import Page, about_query, around_snippet, beginning
+from posttrain.tools.online.passages import about_query, around_snippet, beginning
 from posttrain.tools.online.render import call_id, document, result_of
 from posttrain.tools.protocol import ToolError, ToolResult
 from posttrain.trajectory import CallStatus

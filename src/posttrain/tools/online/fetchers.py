@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from posttrain.tools.online.net import Net
-from posttrain.tools.online.page import Page, extract
+from posttrain.deadline import in_thread
+from posttrain.tools.online.content import Page, extract, extract_in_worker
+from posttrain.tools.online.net import Answer, Net
 from posttrain.tools.online.service import (
     Key,
     NotConfigured,
@@ -22,9 +23,14 @@ from posttrain.tools.online.service import (
     read_key,
     status_error,
 )
+from posttrain.tools.pool import WorkerPool
 from posttrain.tools.protocol import ToolError
+from posttrain.tools.worker import WorkerJob
 from posttrain.trajectory import CallStatus
 
+_READING = WorkerJob(
+    name="browse_webpage", location=f"{extract_in_worker.__module__}:{extract_in_worker.__name__}", memory_bytes=4 << 30
+)
 FetcherName = Literal["http", "crawl4ai", "jina", "serper"]
 CRAWL4AI_URL, CRAWL4AI_KEY = "CRAWL4AI_API_URL", "CRAWL4AI_API_KEY"
 JINA_URL, JINA_KEY = "https://r.jina.ai", "JINA_API_KEY"
@@ -35,6 +41,7 @@ class BrowseOptions(ServiceOptions):
     """How `browse_webpage` reads pages; `base_url` and `key_env` are those of the fetcher's service."""
 
     fetcher: FetcherName = "http"
+    workers: int = Field(default=2, ge=0)  # processes that read pages, killed past net.seconds; 0 = a thread
     context_chars: int = Field(default=2000, ge=100)  # shown of a page; on either side of a localised snippet
 
     @model_validator(mode="after")
@@ -79,11 +86,13 @@ def make_fetcher(name: str, options: BrowseOptions) -> Fetcher:
 
 
 class HttpFetcher:
-    """Fetches the page itself and takes its main content out with trafilatura."""
+    """Fetches the page itself and takes its main content out with trafilatura, in worker processes: a page that is made
+    to be slow can be given up, and one that crashes a parser crashes a worker."""
 
     def __init__(self, name: str, options: BrowseOptions) -> None:
         self._name = name
         self._net = Net(options.net)
+        self._pool = WorkerPool(_READING, size=options.workers) if options.workers else None
 
     async def page(self, asked: PageRequest) -> Page:
         headers = {"accept": "text/html, application/xhtml+xml, text/plain;q=0.8, */*;q=0.1"}
@@ -91,16 +100,35 @@ class HttpFetcher:
         if not 200 <= answer.status < 300:
             error = status_error(self._name, answer)
             raise ToolError(CallStatus.FAILED, error.message, transient=error.transient, retry_after=error.retry_after)
-        page = await asyncio.to_thread(
-            extract, answer.body, answer.content_type, answer.charset, links=asked.links, prune=asked.prune
-        )
+        page = await self._read(answer, asked)
         return replace(page, url=answer.url, cut=answer.cut)
+
+    async def _read(self, answer: Answer, asked: PageRequest) -> Page:
+        if self._pool is None:
+            kind, charset = answer.content_type, answer.charset
+            return await in_thread(lambda: extract(answer.body, kind, charset, links=asked.links, prune=asked.prune))
+        arguments = {
+            "body": answer.body.decode("latin-1"),
+            "content_type": answer.content_type,
+            "charset": answer.charset or "",
+            "links": asked.links,
+            "prune": asked.prune,
+        }
+        try:
+            async with asyncio.timeout(self._net.options.seconds):
+                read = await self._pool.call(arguments)
+        except TimeoutError:
+            said = f"the page could not be read within {self._net.options.seconds:g} s"
+            raise ToolError(CallStatus.TIMEOUT, said) from None
+        return Page("", **read.data)
 
     def cost(self) -> dict[str, float]:
         return {"requests": 1.0}
 
     async def close(self) -> None:
         await self._net.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
 class _ByService:
