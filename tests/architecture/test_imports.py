@@ -43,7 +43,14 @@ LAYERS = {
     "demo": 7,
 }
 # A room may import another one of its own layer only where it is named here.
-SIBLINGS = {("trajectory", "task"), ("loops", "cluster"), ("cluster", "loops"), ("cli", "compat"), ("cli", "demo")}
+SIBLINGS = {
+    ("trajectory", "task"),
+    ("sandbox", "deadline"),
+    ("loops", "cluster"),
+    ("cluster", "loops"),
+    ("cli", "compat"),
+    ("cli", "demo"),
+}
 STANDARD_LIBRARY_ONLY = (
     "task",
     "trajectory",
