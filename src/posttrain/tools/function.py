@@ -65,9 +65,7 @@ class FunctionTool:
         """Raises ToolError(BAD_ARGUMENTS) when they do not fit the type hints."""
         bound = self._signature.bind(arguments)
         if self.isolate:
-            if self._pool is None:
-                self._pool = WorkerPool(self._job(), size=self._workers)
-            return await self._pool.call(arguments)
+            return await self._workers_of().call(arguments)
         try:
             if self.is_async:
                 return as_result(await self.function(**bound, **self.options))
@@ -79,6 +77,16 @@ class FunctionTool:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def warm(self) -> None:
+        """Starts a worker beforehand, where one is needed."""
+        if self.isolate:
+            self._workers_of().warm()
+
+    def _workers_of(self) -> WorkerPool:
+        if self._pool is None:
+            self._pool = WorkerPool(self._job(), size=self._workers)
+        return self._pool
 
     def check_location(self) -> None:
         """Raises ToolDefinitionError unless a worker process can find the function, where one is needed."""

@@ -114,11 +114,21 @@ class WorkerPool:
             raise ToolError(CallStatus.FAILED, f"the process of {self.job.name} ended: {error}") from error
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.ensure_future(in_thread(worker.kill)))
+            if not self._closed:
+                self.warm()
             raise
         self._give_back(worker)
         if isinstance(reply, BaseException):
             raise reply
         return reply
+
+    def warm(self) -> None:
+        """Starts a worker in the background, so that the first call need not wait for it."""
+        threading.Thread(target=self._start_one, daemon=True, name="posttrain-tool-start").start()
+
+    def _start_one(self) -> None:
+        with contextlib.suppress(ToolDefinitionError):  # the next call meets it again, and says so
+            self._give_back(Worker(self.job))
 
     def close(self) -> None:
         self._closed = True

@@ -1,0 +1,189 @@
+"""The `tools` section of a config, and how its entries become tools with guards around them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from posttrain.location import LocationError, did_you_mean, is_location, locate
+from posttrain.sandbox import SandboxError
+from posttrain.tools.cache import Cached, Mode
+from posttrain.tools.function import FunctionTool
+from posttrain.tools.guards import Concurrent, Counted, Deadline, RateLimited, Retrying
+from posttrain.tools.protocol import Tool
+from posttrain.tools.python import PythonTool
+from posttrain.tools.schema import ToolDefinitionError
+
+TOOLS: dict[str, Callable[..., Tool]] = {
+    "python": PythonTool,
+}
+WORKERS = 2  # of a function in worker processes, when its limits do not say how many calls run at one time
+
+
+class CacheConfig(BaseModel):
+    """Results kept on disk."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Mode = "off"  # use: ask for what is not stored; record: ask always; replay: never ask
+    path: Path = Path("runs/tool_cache")  # may be shared by processes and runs
+    failures: bool = False  # store failed calls too
+
+
+class ToolLimits(BaseModel):
+    """What calls of one tool may take, over all episodes of the run. Deadlines of turn and episode are in `limits`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seconds: PositiveFloat | None = 60.0  # one call, its retries and its waiting for the rate limit included
+    attempt_seconds: PositiveFloat | None = None  # one attempt; a longer one is retried
+    retries: NonNegativeInt = 2  # after transient failures: lost connections, busy servers
+    backoff_seconds: float = Field(default=0.5, ge=0)  # before the first retry; doubles with every further one
+    max_backoff_seconds: float = Field(default=30.0, ge=0)
+    per_second: PositiveFloat | None = None  # calls on average
+    burst: PositiveInt = 1  # calls that may come at once
+    concurrency: PositiveInt | None = None  # calls at one time; None = no limit, 2 for functions in worker processes
+
+
+class ToolConfig(BaseModel):
+    """One tool: a row of TOOLS, or the user's own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str  # as the policy calls it
+    location: str | None = None  # "path.py:function" or "pkg.mod:function", or of a class that is a Tool
+    options: dict[str, Any] = {}  # of the tool's constructor; arguments of a function that the policy does not see
+    description: str | None = None  # instead of the docstring's
+    limits: ToolLimits = ToolLimits()
+    cache: CacheConfig = CacheConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        """A name alone; or a location alone, whose tool is then called as the function is."""
+        if not isinstance(value, str):
+            return value
+        return {"name": value.rpartition(":")[2], "location": value} if is_location(value) else {"name": value}
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.location is None and self.name not in TOOLS:
+            known = ", ".join(sorted(TOOLS))
+            raise ValueError(
+                f"unknown tool {self.name!r}.{did_you_mean(self.name, TOOLS)} Known: {known}. "
+                "Your own: give its location, 'path.py:function' or 'package.module:function'"
+            )
+        return self
+
+
+def make_tools(configs: Sequence[ToolConfig]) -> dict[str, Counted]:
+    """Name -> tool with its guards, in the order of the config. Raises ToolDefinitionError."""
+    tools: dict[str, Counted] = {}
+    for config in configs:
+        tool = guarded(make_tool(config), config)
+        name = tool.spec.name
+        if name in tools:
+            raise ToolDefinitionError(f"two tools are called {name}; give one of them another name")
+        tools[name] = tool
+    return tools
+
+
+def make_tool(config: ToolConfig) -> Tool:
+    """The tool alone."""
+    tool = _constructed(TOOLS[config.name], config) if config.location is None else _located(config)
+    if not isinstance(tool, Tool):
+        raise ToolDefinitionError(f"{config.location or config.name} gave {tool!r:.100}, which is no tool")
+    if isinstance(tool, FunctionTool):
+        tool.check_location()
+    elif isinstance(tool, PythonTool):
+        _check_sandbox(tool)
+    return tool
+
+
+def guarded(tool: Tool, config: ToolConfig) -> Counted:
+    """The tool inside the guards that its limits ask for; see `posttrain.tools.guards` for their order."""
+    limits, cache = config.limits, config.cache
+    inner: Tool = tool
+    if limits.attempt_seconds is not None:
+        inner = Deadline(inner, limits.attempt_seconds, transient=True)
+    if limits.per_second is not None:
+        inner = RateLimited(inner, limits.per_second, burst=limits.burst)
+    if limits.retries:
+        inner = Retrying(
+            inner,
+            retries=limits.retries,
+            backoff_seconds=limits.backoff_seconds,
+            max_backoff_seconds=limits.max_backoff_seconds,
+        )
+    if limits.seconds is not None:
+        inner = Deadline(inner, limits.seconds)
+    concurrency = limits.concurrency or (WORKERS if isinstance(tool, FunctionTool) and tool.isolate else None)
+    if concurrency is not None:  # around the deadline: waiting for a worker is no fault of the call
+        inner = Concurrent(inner, concurrency)
+    if cache.mode != "off":
+        inner = Cached(inner, cache.path, cache.mode, failures=cache.failures)
+    return Counted(inner)
+
+
+def _located(config: ToolConfig) -> Any:
+    assert config.location is not None, "checked by the caller"
+    found: Any
+    try:
+        found = locate(config.location)
+    except LocationError as error:
+        raise ToolDefinitionError(f"tool {config.name}: {error}") from error
+    if isinstance(found, FunctionTool):
+        found = found.function
+    if inspect.isclass(found):
+        return _constructed(found, config)
+    if inspect.isfunction(found):
+        workers = config.limits.concurrency or WORKERS
+        own = {key: config.options[key] for key in ("isolate", "memory_bytes") if key in config.options}
+        options = {key: value for key, value in config.options.items() if key not in own}
+        return FunctionTool(
+            found,
+            name=config.name,
+            description=config.description,
+            options=options,
+            location=config.location,
+            workers=workers,
+            **own,
+        )
+    return found
+
+
+def _constructed(make: Callable[..., Tool], config: ToolConfig) -> Tool:
+    try:
+        return make(**config.options)
+    except TypeError as error:
+        parameters = inspect.signature(make).parameters
+        wrong = next((name for name in config.options if name not in parameters), "")
+        near = did_you_mean(wrong, parameters)
+        raise ToolDefinitionError(f"tool {config.name} cannot be made with {config.options}: {error}.{near}") from error
+
+
+def _check_sandbox(tool: PythonTool) -> None:
+    try:
+        tool.check()
+    except SandboxError as error:
+        raise ToolDefinitionError(f"tool python: {error}") from error
+
+
+def counters_of(tools: Mapping[str, Counted]) -> dict[str, float]:
+    """Metric -> value since the last time, for the metric dictionary."""
+    found: dict[str, float] = {}
+    for name, tool in tools.items():
+        taken = tool.counters.drain()
+        found |= {
+            f"tools/calls/{name}": taken.calls,
+            f"tools/cached/{name}": taken.cached,
+            f"tools/failed/{name}": taken.failed,
+        }
+        for unit, amount in taken.cost.items():
+            cost = f"tools/cost/{unit}"
+            found[cost] = found.get(cost, 0.0) + amount
+    return found
