@@ -120,9 +120,9 @@ def test_files_of_this_machine_cannot_be_read(box: Sandbox, tmp_path: Path):
         box,
         f"""
 import os, glob, ctypes
-for path in ('/etc/shadow', '/etc/hostname', {str(Path.home() / ".bashrc")!r}, {str(secret)!r}, {__file__!r},
-             '/proc/1/environ', '/proc/self/environ', '/proc/{os.getpid()}/environ', '/proc/self/mem', '/sys/kernel/notes', '/dev/mem',
-             '/dev/vda', '/dev/kmsg', '/dev/tty', '/var/log/dpkg.log'):
+own = ({str(Path.home() / ".bashrc")!r}, {str(secret)!r}, {__file__!r}, '/proc/{os.getpid()}/environ')
+for path in (*own, '/etc/shadow', '/etc/hostname', '/proc/1/environ', '/proc/self/environ', '/proc/self/mem',
+             '/sys/kernel/notes', '/dev/mem', '/dev/vda', '/dev/kmsg', '/dev/tty', '/var/log/dpkg.log'):
     attempt(path, lambda: open(path, 'rb').read(100))
     attempt(path, lambda: os.open(path, os.O_RDONLY))
 attempt('list /home', lambda: os.listdir('/home'))

@@ -138,8 +138,9 @@ def _located(config: ToolConfig) -> Any:
         raise ToolDefinitionError(f"tool {config.name}: {error}") from error
     if isinstance(found, FunctionTool):
         found = found.function
-    if inspect.isclass(found):
-        return _constructed(found, config)
+    if isinstance(found, type):
+        made: Callable[..., Any] = found
+        return _constructed(made, config)
     if inspect.isfunction(found):
         workers = config.limits.concurrency or WORKERS
         own = {key: config.options[key] for key in ("isolate", "memory_bytes") if key in config.options}

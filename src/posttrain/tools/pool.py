@@ -137,16 +137,19 @@ class WorkerPool:
 
     async def _worker(self) -> Worker:
         """One that starts for a call which is given up meanwhile waits for the next: slow imports are done once."""
-        starting = asyncio.ensure_future(in_thread(self._take))
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            starting.add_done_callback(self._keep)
-            raise
+        given_up = threading.Event()
 
-    def _keep(self, started: asyncio.Future[Worker]) -> None:
-        if not started.cancelled() and started.exception() is None:
-            self._give_back(started.result())
+        def take() -> Worker:
+            worker = self._take()
+            if given_up.is_set():
+                self._give_back(worker)
+            return worker
+
+        try:
+            return await in_thread(take)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
 
     def _take(self) -> Worker:
         """Blocks while a worker starts."""
