@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 
 from posttrain.rewards import RewardError, score_group
 from posttrain.rewards.config import RewardConfig, load_reward
-from posttrain.rewards.model import ModelReward, ModelRewardConfig, encode, messages_of
+from posttrain.rewards.model import ModelReward, encode, messages_of
+from posttrain.rewards.model_options import ModelRewardConfig
 from posttrain.task import Invalid, Score, Task
 from posttrain.trainer.loading import model_path
 
@@ -130,3 +133,8 @@ def test_a_score_that_is_not_finite_is_invalid(path):
     model.score.weight.data.fill_(float("nan"))
     (outcome,) = reward.score([messages_of(episode("Doli"), TASK, "final")])
     assert outcome.reason == "non_finite_reward"
+
+
+def test_reading_a_reward_section_takes_no_deep_learning_library():
+    code = "import sys, posttrain.rewards.config; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from posttrain.location import did_you_mean, is_location
+from posttrain.location import did_you_mean, is_location, locate
 from posttrain.rewards import REWARDS
 from posttrain.rewards.cited_claims import CitedClaims, CitedClaimsConfig
 from posttrain.rewards.code import CodeConfig, CodeReward, Runner
@@ -26,11 +26,13 @@ from posttrain.rewards.evolving import EvolvingConfig, EvolvingRubricReward
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction
 from posttrain.rewards.judge import JudgeConfig, JudgeReward
 from posttrain.rewards.maths import Maths
-from posttrain.rewards.model import ModelReward, ModelRewardConfig
+from posttrain.rewards.model_options import ModelRewardConfig
 from posttrain.rewards.remote import RemoteConfig, RemoteReward
 from posttrain.rewards.routing import DATA_SETS, Routed
 from posttrain.rewards.rubrics import RubricConfig, RubricReward
 from posttrain.rewards.scoring import CustomReward, IsolatedReward, Mixture, Part, Reward, RuleReward
+
+MODEL = "posttrain.rewards.model:ModelReward"  # loaded when asked for: it takes torch and transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ SERVICES: dict[str, Service] = {
         _NoOptions,
         lambda config, name, parts: Maths.start(seconds=parts.section.seconds, workers=parts.section.workers),
     ),
-    "model": Service(ModelRewardConfig, lambda config, name, parts: ModelReward(config, name)),
+    "model": Service(ModelRewardConfig, lambda config, name, parts: locate(MODEL)(config, name)),
     "rubric": Service(RubricConfig, lambda config, name, parts: RubricReward(config, name)),
 }
 
