@@ -155,23 +155,31 @@ def demo(
 
 @app.command()
 def index(
-    corpus: Annotated[Path, typer.Argument(help="jsonl, parquet or text of passages: id, contents.")],
+    corpus: Annotated[Path, typer.Argument(help="jsonl, json (also .gz) or parquet of passages: id, contents.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    k1: float = 1.5,
-    b: float = 0.75,
+    method: Annotated[str, typer.Option(help="bm25, dense, or hybrid (both).")] = "bm25",
+    encoder: Annotated[str | None, typer.Option(help="Of dense vectors: a directory or a hub name.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="bm25.k1=0.9, bm25.b=0.4, encoder.KEY=VALUE, vectors.kind=hnsw ..."),
+    ] = None,
     empty: Annotated[str, typer.Option(help="Passages without a word: error or drop.")] = "error",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build a BM25 index of passages, with a manifest that vouches for it."""
-    from posttrain.retrieval.index import build_index
+    """Build an index of passages, with a manifest that vouches for it; dense ones go on where a kill stopped them."""
+    from posttrain.retrieval.command import build
 
     try:
-        manifest = build_index(corpus, out, k1=k1, b=b, empty=empty, overwrite=overwrite)  # type: ignore[arg-type]
-    except (FileExistsError, ValueError) as error:
+        with _progress("indexing") as watch:
+            options = {"empty": empty, "overwrite": overwrite, "on_progress": watch}
+            manifest = build(corpus, out, method, encoder, settings or (), **options)
+    except (FileExistsError, ValueError, ImportError) as error:
         _fail(error)
     counts = manifest["counts"]
-    _show(as_json, {"index": str(out), **manifest}, f"{out}: {counts['passages']} passages, {counts['terms']} terms")
+    shown = {"passages": counts["passages"], "terms": counts.get("terms"), "dimensions": counts.get("dimensions")}
+    text = ", ".join(f"{count} {name}" for name, count in shown.items() if count is not None)
+    _show(as_json, {"index": str(out), **manifest}, f"{out}: {text}")
 
 
 @app.command("import-gguf")
@@ -197,13 +205,23 @@ def serve_search(
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     top_k: Annotated[int, typer.Option(min=1, help="Passages per query, where the request does not say.")] = 3,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with a token that clients send.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="rerank.model=..., encoder.device=cuda, hybrid.k=60, effort=64 ..."),
+    ] = None,
 ) -> None:
-    """Serve an index over HTTP: POST /retrieve as Search-R1 has it, GET /healthz."""
+    """Serve an index over HTTP: POST /retrieve as Search-R1 has it, GET /healthz, GET /metrics."""
+    from posttrain.retrieval.command import open_for_serving, token_of
+
     try:
-        from posttrain.retrieval.server import serve
-    except ImportError as error:
+        from posttrain.retrieval.server import create_app, serve
+
+        retriever, about = open_for_serving(index, settings or ())
+        token = token_of(token_env)
+    except (ImportError, ValueError) as error:
         _fail(error)
-    serve(index, host, port, default_top_k=top_k)
+    serve(create_app(retriever, default_top_k=top_k, about=about, token=token), host, port, open_to_all=token is None)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -116,6 +117,40 @@ def test_a_batch_gives_the_bits_of_single_queries(passages: int):
     alone = BM25Retriever.from_passages(world, stop_words=())
     assert [alone.search([query], 3)[0] for query in queries] == batched
     assert alone.search(queries[::-1], 3)[::-1] == batched  # from the cache
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 50])
+def test_compiled_code_gives_the_bits_of_numpy(top_k: int):
+    pytest.importorskip("numba", reason="numba is not installed")
+    world, queries = made_up_world(2000)
+    queries += ["", "zebra", "w1 w1 w1"]
+    made = BM25Retriever.from_passages(world)
+    compiled, plain = (
+        BM25Retriever(world, made._scores, made.analyzer, compiled=compiled) for compiled in (True, False)
+    )
+    assert compiled._compiled
+    assert not plain._compiled
+    assert compiled.search(queries, top_k) == plain.search(queries, top_k)
+
+
+def test_a_large_search_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch):
+    world, queries = made_up_world(3000)
+    retriever = BM25Retriever.from_passages(world)
+    threads: set[str] = set()
+    real = retriever._search_uncached
+    monkeypatch.setattr(
+        retriever, "_search_uncached", lambda *given: threads.add(threading.current_thread().name) or real(*given)
+    )
+
+    async def run() -> list[list[Passage]]:
+        found = await asyncio.gather(*(retriever.retrieve(queries[i : i + 60], 3) for i in range(0, 300, 60)))
+        await retriever.close()
+        return [passages for part in found for passages in part]
+
+    found = asyncio.run(run())
+    assert len(threads) == 1
+    assert "MainThread" not in threads
+    assert found == BM25Retriever.from_passages(world).search(queries, 3)
 
 
 def test_the_cache_is_bounded_and_keeps_what_is_used():

@@ -164,7 +164,7 @@ def test_delays_double_with_jitter_and_repeat_with_the_seed():
     def delays(seed: int) -> list[float]:
         options = HttpOptions(backoff_seconds=1, max_backoff_seconds=5)
         client = HttpRetriever("http://127.0.0.1:1", options, seed=seed)
-        return [client._delay(attempt, RetrievalError("timeout", "")) for attempt in range(1, 6)]
+        return [client._posts._delay(attempt, RetrievalError("timeout", "")) for attempt in range(1, 6)]
 
     assert delays(1) == delays(1) != delays(2)
     for delay, full in zip(delays(1), [1, 2, 4, 5, 5], strict=True):

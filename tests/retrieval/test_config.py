@@ -50,6 +50,13 @@ def test_a_url_makes_a_client_with_its_options():
         ({"corpus": "a", "b": 2}, "less than or equal to 1"),
         ({"url": "http://b", "http": {"deadline": 3}}, "deadline"),
         ({"url": "http://b", "http": {"max_attempts": 0}}, "max_attempts"),
+        ({"url": "http://b", "kind": "dense"}, "kind dense does not go with url"),
+        ({"corpus": "a", "kind": "remote"}, "kind remote does not go with corpus"),
+        ({"corpus": "a", "kind": "dense"}, "an encoder belongs to a corpus of kind dense or hybrid"),
+        ({"corpus": "a", "encoder": {"model": "m"}}, "an encoder belongs to a corpus of kind dense or hybrid"),
+        ({"url": "http://b", "encoder": {"model": "m"}}, "the encoder is the server's business"),
+        ({"corpus": "a", "rerank": {}}, "rerank needs exactly one of model and url"),
+        ({"corpus": "a", "hybrid": {"k": -1}}, "k"),
     ],
 )
 def test_bad_sections_are_refused(values: dict[str, Any], message: str):

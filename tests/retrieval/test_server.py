@@ -15,10 +15,10 @@ import pytest
 
 from posttrain.retrieval import Passage, RetrievalError
 from posttrain.retrieval.bm25 import BM25Retriever
-from posttrain.retrieval.client import HttpRetriever
+from posttrain.retrieval.client import HttpOptions, HttpRetriever
 from posttrain.retrieval.corpus import read_corpus
 from posttrain.retrieval.index import build_index
-from posttrain.retrieval.server import ServerLimits, create_app
+from posttrain.retrieval.server import ServerLimits, create_app, serve
 
 from .servers import PEOPLE, app_server
 
@@ -156,12 +156,14 @@ def test_the_client_and_the_server_agree_with_the_index_itself(url: str):
 
 
 def test_a_served_index_in_its_own_process(shared_data: Path, tmp_path: Path):
-    """Search-R1's example corpus, from the file to the answer, through `serve` on a free port of 127.0.0.1."""
+    """Search-R1's example corpus, from the file to the answer, through the command on a free port of 127.0.0.1."""
     corpus = shared_data / "search_r1_example" / "corpus.jsonl"
     build_index(corpus, tmp_path / "index")
-    program = "import sys; from posttrain.retrieval.server import serve; serve(sys.argv[1], port=0)"
+    program = "from posttrain.cli import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "index")], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, "serve-search", str(tmp_path / "index"), "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     try:
@@ -184,3 +186,103 @@ def test_a_served_index_in_its_own_process(shared_data: Path, tmp_path: Path):
     assert [(hit["document"]["id"], hit["score"]) for hit in result[0]] == [(p.id, p.score) for p in expected]
     first = json.loads(corpus.read_text().splitlines()[0])
     assert result[0][0]["document"] == {"id": first["id"], "contents": first["contents"]}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[httpx.Client]:
+    with (
+        app_server(create_app(BM25Retriever.from_passages(PEOPLE), token="s3cret")) as base,
+        httpx.Client(base_url=base, trust_env=False) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "bearer s3cret", "s3cret", "Bearer ünknown"])
+def test_without_the_token_nothing_is_said(guarded: httpx.Client, header: str | None):
+    headers = {} if header is None else {"authorization": header.encode()}
+    answers = [
+        guarded.post("/retrieve", json={"queries": ["compiler"]}, headers=headers),
+        guarded.post("/retrieve", content=b"{", headers=headers),
+        guarded.get("/metrics", headers=headers),
+    ]
+    assert [response.status_code for response in answers] == [401, 401, 401]
+    assert answers[0].json() == {"detail": "this server wants its token: Authorization: Bearer ..."}
+    assert answers[0].headers["www-authenticate"] == "Bearer"
+
+
+def test_with_the_token_all_is_as_ever(guarded: httpx.Client):
+    headers = {"authorization": "Bearer s3cret"}
+    found = guarded.post("/retrieve", json={"queries": ["compiler"], "topk": 1}, headers=headers)
+    assert found.json() == {"result": [[{"id": "p2", "contents": PEOPLE[2].contents}]]}
+    assert guarded.get("/healthz").status_code == 200  # probes carry no token
+    assert guarded.get("/metrics", headers=headers).status_code == 200
+
+
+def test_the_client_sends_the_token(guarded: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+    async def run(**options: Any) -> list[list[Passage]]:
+        client = HttpRetriever(str(guarded.base_url), HttpOptions(**options))
+        try:
+            return await client.retrieve(["compiler"], 1)
+        finally:
+            await client.close()
+
+    with pytest.raises(RetrievalError, match="HTTP 401"):
+        asyncio.run(run())
+    monkeypatch.setenv("SEARCH_TOKEN", "s3cret")
+    assert asyncio.run(run(token_env="SEARCH_TOKEN"))[0][0].id == "p2"
+
+
+def test_metrics_count_what_happened():
+    with app_server(create_app(Slow())) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        assert 'requests_total{status="200"}' not in client.get("/metrics").text
+        for body in ({"queries": ["a", "b"], "topk": 3}, {"queries": ["down"]}, {"queries": 1}):
+            client.post("/retrieve", json=body)
+        page = client.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = page.text.splitlines()
+    for line in (
+        'posttrain_search_requests_total{status="200"} 1',
+        'posttrain_search_requests_total{status="422"} 1',
+        'posttrain_search_requests_total{status="503"} 1',
+        "posttrain_search_queries_total 3",
+        "posttrain_search_passages_total 6",
+        "posttrain_search_request_seconds_count 3",
+        'posttrain_search_search_seconds_bucket{le="0.1"} 0',
+        'posttrain_search_search_seconds_bucket{le="0.25"} 2',
+        'posttrain_search_batch_queries_bucket{le="1"} 1',
+        'posttrain_search_batch_queries_bucket{le="2"} 2',
+        'posttrain_search_batch_queries_bucket{le="+Inf"} 2',
+        "posttrain_search_batch_queries_sum 3.000000",
+    ):
+        assert line in lines, line
+    assert {line.split()[2] for line in lines if line.startswith("# TYPE")} == {
+        line.split("{")[0].split(" ")[0].removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
+        for line in lines
+        if not line.startswith("#")
+    }
+
+
+def test_health_is_answered_while_a_search_runs():
+    with app_server(create_app(Slow())) as url:
+
+        async def run() -> tuple[float, float]:
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                search = asyncio.ensure_future(client.post("/retrieve", json={"queries": ["a"]}))
+                await asyncio.sleep(0.02)
+                started = asyncio.get_running_loop().time()
+                await client.get("/healthz")
+                health = asyncio.get_running_loop().time() - started
+                await search
+                return health, asyncio.get_running_loop().time() - started
+
+        health, search = asyncio.run(run())
+    assert health < search
+
+
+def test_a_server_for_everybody_is_warned_about(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
+    app = create_app(BM25Retriever.from_passages(PEOPLE))
+    serve(app, open_to_all=True)
+    assert not caplog.records
+    serve(app, "0.0.0.0", open_to_all=True)
+    assert "without a token" in caplog.text

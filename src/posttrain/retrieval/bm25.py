@@ -3,7 +3,7 @@
 Robertson's term saturation with Lucene's idf, ln(1 + (N - df + .5) / (df + .5)), which is positive for every term: a
 score of 0 means that no term matched, and such a passage is never returned (Kamphuis et al. 2020, "Which BM25 do you
 mean?"). bm25s' own `retrieve` breaks ties arbitrarily and costs more than the search itself on a small corpus, so only
-its index is used.
+its index is used. Where numba is installed, larger corpora are searched by compiled code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posttrain.retrieval.analysis import Analyzer, needs_bigrams
+from posttrain.retrieval.offload import InThread
 from posttrain.retrieval.protocol import Passage, check_top_k
+
+try:
+    from posttrain.retrieval import bm25_numba
+except ImportError:  # numba is optional: numpy gives the same bits
+    bm25_numba = None
 
 
 def import_without_jax(name: str) -> ModuleType:
@@ -48,6 +55,9 @@ logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets DEBUG, which wou
 ENGLISH_STOP_WORDS: tuple[str, ...] = tuple(bm25s.stopwords.STOPWORDS_EN)
 LANGUAGE_SAMPLE = 256  # passages that decide whether the corpus is of a script without spaces
 _CELLS_PER_CHUNK = 1 << 16  # queries x passages scored at once: 512 kB of float64 stays in the cache
+_COMPILED_FROM = 2048  # passages; below, numpy takes microseconds and loading compiled code would be what one waits for
+_COMPILED_TOP_K = 1000  # it keeps the best sorted by insertion: for a few
+_CELLS_AT_ONCE = 1 << 17  # queries x passages that take about a millisecond; more is searched in a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +91,33 @@ def score_terms(texts: Iterable[str], analyzer: Analyzer, *, k1: float = 1.5, b:
 class BM25Retriever:
     """Searches `passages` by `scores`, in order of score; equal scores in order of the passages.
 
-    Runs on the caller's thread without a single suspension, so that an episode's course never depends on timing. A
-    query without a known term finds nothing: an empty list. A term that occurs twice in a query counts twice.
+    A search of about a millisecond or less runs on the caller's thread without a single suspension, so that the course
+    of episodes in a small world never depends on timing; a larger one runs in a worker thread, and the event loop goes
+    on. Which of the two depends on numbers of queries and passages only. A query without a known term finds nothing:
+    an empty list. A term that occurs twice in a query counts twice.
     """
 
     def __init__(
-        self, passages: Sequence[Passage], scores: TermScores, analyzer: Analyzer, *, cached_queries: int = 4096
+        self,
+        passages: Sequence[Passage],
+        scores: TermScores,
+        analyzer: Analyzer,
+        *,
+        cached_queries: int = 4096,
+        compiled: bool | None = None,
     ) -> None:
+        """compiled: search by numba's code (None: where it is installed and the corpus is not small)."""
         self.passages = passages
         self.analyzer = analyzer
         self._scores = scores
         self._cache: dict[tuple[str, int], tuple[Passage, ...]] = {}  # insertion order = least recently used first
         self._cached_queries = cached_queries
+        self._cache_lock = threading.Lock()
         self._queries_per_chunk = max(1, _CELLS_PER_CHUNK // len(passages))
+        self._compiled = bm25_numba is not None and len(passages) >= _COMPILED_FROM if compiled is None else compiled
+        self._thread = InThread(self.search)
+        if self._compiled:
+            self._search_compiled([[0]], 1)  # now, not in the first search: compiling takes seconds
 
     @classmethod
     def from_passages(
@@ -110,40 +134,62 @@ class BM25Retriever:
         return cls(kept, score_terms((passage.contents for passage in kept), analyzer, k1=k1, b=b), analyzer)
 
     async def retrieve(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        return self.search(queries, top_k)
+        if len(queries) * len(self.passages) <= _CELLS_AT_ONCE:
+            return self.search(queries, top_k)
+        return await self._thread.retrieve(queries, top_k)
 
     async def close(self) -> None:
-        """Nothing to free."""
+        await self._thread.close()
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """One list of at most `top_k` passages per query; a query's answer does not depend on its companions."""
         check_top_k(top_k)
-        cache = self._cache
-        missing = [query for query in dict.fromkeys(queries) if (query, top_k) not in cache]
-        fresh = dict(zip(missing, self._search_uncached(missing, top_k), strict=True)) if missing else {}
-        found = [fresh[query] if query in fresh else self._from_cache(query, top_k) for query in queries]
-        self._remember(fresh, top_k)
-        return [list(passages) for passages in found]
+        answers = self._cached(queries, top_k)
+        missing = [query for query in dict.fromkeys(queries) if query not in answers]
+        if missing:
+            fresh = dict(zip(missing, self._search_uncached(missing, min(top_k, len(self.passages))), strict=True))
+            answers |= fresh
+            self._remember(fresh, top_k)
+        return [list(answers[query]) for query in queries]
 
-    def _from_cache(self, query: str, top_k: int) -> tuple[Passage, ...]:
-        passages = self._cache.pop((query, top_k))
-        self._cache[query, top_k] = passages
-        return passages
+    def _cached(self, queries: Sequence[str], top_k: int) -> dict[str, tuple[Passage, ...]]:
+        found: dict[str, tuple[Passage, ...]] = {}
+        with self._cache_lock:
+            for query in queries:
+                if (query, top_k) in self._cache:
+                    found[query] = self._cache[query, top_k] = self._cache.pop((query, top_k))
+        return found
 
     def _remember(self, fresh: dict[str, tuple[Passage, ...]], top_k: int) -> None:
-        for query, passages in fresh.items():
-            self._cache[query, top_k] = passages
-        while len(self._cache) > self._cached_queries:
-            del self._cache[next(iter(self._cache))]
+        with self._cache_lock:
+            for query, passages in fresh.items():
+                self._cache[query, top_k] = passages
+            while len(self._cache) > self._cached_queries:
+                del self._cache[next(iter(self._cache))]
 
     def _search_uncached(self, queries: list[str], top_k: int) -> list[tuple[Passage, ...]]:
         known = self._scores.vocabulary
         terms = [[known[term] for term in self.analyzer.terms(query) if term in known] for query in queries]
+        if self._compiled and top_k <= _COMPILED_TOP_K:
+            return self._search_compiled(terms, top_k)
         found: list[tuple[Passage, ...]] = []
         for start in range(0, len(terms), self._queries_per_chunk):
             chunk = terms[start : start + self._queries_per_chunk]
             found.extend(self._best(row, top_k) for row in self._passage_scores(chunk))
         return found
+
+    def _search_compiled(self, terms: list[list[int]], top_k: int) -> list[tuple[Passage, ...]]:
+        assert bm25_numba is not None
+        scores = self._scores
+        flat = np.array([term for query in terms for term in query], dtype=np.int64)
+        starts = np.cumsum([0, *map(len, terms)])
+        rows, values, filled = bm25_numba.best_passages(
+            scores.data, scores.indices, scores.indptr, flat, starts, len(self.passages), top_k
+        )
+        return [
+            tuple(map(self._passage, row[:count], value[:count]))
+            for row, value, count in zip(rows.tolist(), values.tolist(), filled.tolist(), strict=True)
+        ]
 
     def _passage_scores(self, terms: list[list[int]]) -> NDArray[np.float64]:  # [Q, N]
         """Sums in float64 and in order of the query's terms, so that a batch gives the bits of single queries."""

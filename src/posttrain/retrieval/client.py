@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import random
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
 
 from posttrain.retrieval.batching import Coalescer
-from posttrain.retrieval.protocol import FailureKind, Passage, RetrievalError, check_top_k
-from posttrain.retrieval.wire import decode_results, encode_request, excerpt
+from posttrain.retrieval.posts import HttpCounters, HttpOptions, JsonPosts, endpoint
+from posttrain.retrieval.protocol import Passage, RetrievalError, check_top_k
+from posttrain.retrieval.wire import decode_results, encode_request
 
-
-class HttpOptions(BaseModel):
-    """How patient the client is. Every limit counts seconds, queries or bytes, as its name says."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    deadline_seconds: float = Field(default=60.0, gt=0)  # one `retrieve`, its waits and retries included
-    attempt_seconds: float = Field(default=20.0, gt=0)  # one HTTP request from connecting to its last byte
-    max_attempts: int = Field(default=5, ge=1)
-    backoff_seconds: float = Field(default=0.25, ge=0)  # before the first retry; doubles with every further one
-    max_backoff_seconds: float = Field(default=8.0, ge=0)
-    batch_window_seconds: float = Field(default=0.0, ge=0)  # how long a call waits for others to share its request
-    max_queries_per_request: int = Field(default=128, ge=1)
-    max_connections: int = Field(default=16, ge=1)
-    max_response_bytes: int = Field(default=64 << 20, ge=1)
-
-
-@dataclass(slots=True)
-class HttpCounters:
-    """Totals since construction."""
-
-    calls: int = 0  # of `retrieve`
-    queries: int = 0  # as asked; equal concurrent ones travel once
-    requests: int = 0  # HTTP requests, retries included
-    retries: int = 0
-    failures: Counter[FailureKind] = field(default_factory=Counter["FailureKind"])  # calls that raised, by kind
-    seconds: float = 0.0  # waited by callers, summed over concurrent ones
+__all__ = ["HttpCounters", "HttpOptions", "HttpRetriever", "endpoint"]
 
 
 @dataclass(slots=True)
@@ -75,8 +47,7 @@ class HttpRetriever:
         self.url = endpoint(url)
         self.options = options or HttpOptions()
         self.counters = HttpCounters()
-        self._random = random.Random(seed)
-        self._headers = dict(headers or {})
+        self._posts = JsonPosts(self.url, self.options, self.counters, seed=seed, headers=headers)
         self._sessions: dict[asyncio.AbstractEventLoop, _Session] = {}
 
     async def retrieve(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -117,12 +88,7 @@ class HttpRetriever:
 
     def _open_session(self) -> _Session:
         options = self.options
-        http = httpx.AsyncClient(
-            headers=self._headers,
-            timeout=None,  # every attempt has one deadline of its own: httpx's restart with every byte
-            limits=httpx.Limits(max_connections=options.max_connections),
-            trust_env=not _is_loopback(self.url),  # a proxy of the environment cannot reach this machine's own ports
-        )
+        http = self._posts.connect()
         coalescer = Coalescer(
             lambda queries, top_k: self._search(http, queries, top_k),
             max_queries=options.max_queries_per_request,
@@ -132,61 +98,8 @@ class HttpRetriever:
         return _Session(http, coalescer, _closing(http, coalescer))
 
     async def _search(self, http: httpx.AsyncClient, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """Tries until it works, the failure is final, or attempts or time have run out."""
-        started = time.monotonic()
-        ends = started + self.options.deadline_seconds
-        for attempt in range(1, self.options.max_attempts + 1):
-            try:
-                return await self._attempt(http, queries, top_k, ends - time.monotonic())
-            except RetrievalError as error:
-                delay = self._delay(attempt, error)
-                last = attempt == self.options.max_attempts or time.monotonic() + delay >= ends
-                if last or not error.transient:
-                    raise _final(error, attempt, time.monotonic() - started) from error
-            self.counters.retries += 1
-            await asyncio.sleep(delay)
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def _delay(self, attempt: int, error: RetrievalError) -> float:
-        """Seconds before the next attempt: half of the back-off is certain, half is drawn."""
-        full = min(self.options.backoff_seconds * 2 ** (attempt - 1), self.options.max_backoff_seconds)
-        return max(full * (0.5 + 0.5 * self._random.random()), error.retry_after_seconds or 0.0)
-
-    async def _attempt(
-        self, http: httpx.AsyncClient, queries: list[str], top_k: int, seconds_left: float
-    ) -> list[list[Passage]]:
-        self.counters.requests += 1
-        seconds = min(self.options.attempt_seconds, seconds_left)
-        try:
-            async with asyncio.timeout(seconds):
-                body = await self._post(http, queries, top_k)
-        except TimeoutError:
-            raise RetrievalError("timeout", f"{self.url}: no complete answer within {seconds:.3g} s") from None
-        except httpx.TransportError as error:
-            raise RetrievalError("connection", f"{self.url}: {type(error).__name__}: {error}") from error
-        try:
-            return decode_results(body, queries=len(queries), top_k=top_k)
-        except RetrievalError as error:
-            raise RetrievalError(error.kind, f"{self.url}: {error.message}", transient=error.transient) from error
-
-    async def _post(self, http: httpx.AsyncClient, queries: list[str], top_k: int) -> bytes:
-        async with http.stream("POST", self.url, json=encode_request(queries, top_k)) as response:
-            try:
-                body = await self._read(response)
-            except (httpx.TransportError, httpx.DecodingError) as error:  # headers came, the body did not
-                raise RetrievalError("bad_payload", f"{self.url}: truncated answer ({error})") from error
-        if response.is_success:
-            return body
-        raise _status_error(self.url, response, body)
-
-    async def _read(self, response: httpx.Response) -> bytes:
-        body = bytearray()
-        async for piece in response.aiter_bytes():
-            body += piece
-            if len(body) > self.options.max_response_bytes:
-                limit = self.options.max_response_bytes
-                raise RetrievalError("bad_payload", f"{self.url}: answer longer than {limit} bytes", transient=False)
-        return bytes(body)
+        decode = partial(decode_results, queries=len(queries), top_k=top_k)
+        return await self._posts.send(http, encode_request(queries, top_k), decode)
 
 
 async def _closing(http: httpx.AsyncClient, coalescer: Coalescer) -> AsyncGenerator[None]:
@@ -196,36 +109,3 @@ async def _closing(http: httpx.AsyncClient, coalescer: Coalescer) -> AsyncGenera
     finally:
         await coalescer.close()
         await http.aclose()
-
-
-def _status_error(url: str, response: httpx.Response, body: bytes) -> RetrievalError:
-    status = response.status_code
-    detail = f"{url}: HTTP {status} {response.reason_phrase}: {excerpt(body)}"
-    error = RetrievalError("http_status", detail, status=status, transient=status == 429 or status >= 500)
-    asked = response.headers.get("retry-after", "")
-    error.retry_after_seconds = float(asked) if asked.isascii() and asked.isdigit() else None
-    return error
-
-
-def _final(error: RetrievalError, attempts: int, seconds: float) -> RetrievalError:
-    tried = f" (gave up after {attempts} attempts in {seconds:.1f} s)" if attempts > 1 else ""
-    return RetrievalError(error.kind, error.message + tried, status=error.status, transient=error.transient)
-
-
-def endpoint(url: str) -> str:
-    """The address to post to: /retrieve where `url` has no path. Raises ValueError for what is no HTTP address."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"{url!r} is no URL: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"expected a retrieval URL such as http://127.0.0.1:8000/retrieve, got {url!r}")
-    return str(parsed.copy_with(path="/retrieve")) if parsed.path in ("", "/") else str(parsed)
-
-
-def _is_loopback(url: str) -> bool:
-    host = httpx.URL(url).host
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

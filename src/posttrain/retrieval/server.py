@@ -1,31 +1,36 @@
-"""The HTTP retrieval server: Search-R1's `POST /retrieve`, and `GET /healthz`. Needs the extra `serve`.
+"""The HTTP retrieval server: Search-R1's `POST /retrieve`, `GET /healthz`, and `GET /metrics` (Prometheus' text).
 
-Every refusal is JSON, {"detail": "what was wrong"}: 400 not JSON, 413 body too long, 422 wrong shape or over a limit,
-503 the retriever behind it failed.
+Needs the extra `serve`. Every refusal is JSON, {"detail": "what was wrong"}: 400 not JSON, 401 no or a wrong token, 413
+body too long, 422 wrong shape or over a limit, 503 the retriever behind it failed.
 """
 
 from __future__ import annotations
 
+import hmac
+import json
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, StrictBool, StrictStr, ValidationError
 
 from posttrain.retrieval.batching import Coalescer
-from posttrain.retrieval.index import load_index, read_manifest
-from posttrain.retrieval.protocol import RetrievalError, Retriever
+from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever
+from posttrain.retrieval.server_metrics import ServerMetrics
 from posttrain.retrieval.wire import encode_results
 
 try:
     import uvicorn
     from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
 except ImportError as error:
     raise ImportError("the retrieval server needs fastapi and uvicorn: pip install 'posttrain[serve]'") from error
 
 DEFAULT_TOP_K = 3  # Search-R1's
+_NO_TOKEN = "this server wants its token: Authorization: Bearer ..."
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,52 +65,91 @@ def create_app(
     limits: ServerLimits | None = None,
     about: Mapping[str, Any] | None = None,
     max_batch_queries: int = 64,
+    token: str | None = None,
 ) -> FastAPI:
     """The application; `about` is added to what `/healthz` says.
 
-    One batch of at most `max_batch_queries` is searched at a time; requests that come meanwhile share the next ones,
-    and `/healthz` gets its turn between two.
+    One batch of at most `max_batch_queries` is searched at a time; requests that come meanwhile share the next ones.
+    With a `token`, `/retrieve` and `/metrics` want it as `Authorization: Bearer TOKEN`; `/healthz` answers everybody.
     """
     app = FastAPI(title="posttrain retrieval", openapi_url=None)
-    checked = limits or ServerLimits()
-    coalescer = Coalescer(retriever.retrieve, max_queries=max_batch_queries, max_running=1)
+    desk = _Desk(retriever, limits or ServerLimits(), default_top_k, max_batch_queries)
 
     @app.post("/retrieve")
-    async def retrieve(request: Request) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]  (FastAPI calls it)
-        try:
-            asked = _parse(await _body(request, checked.max_body_bytes), checked)
-            results = await coalescer.submit(asked.queries, asked.topk or default_top_k)
-        except _Refusal as refusal:
-            return JSONResponse({"detail": refusal.detail}, refusal.status)
-        except RetrievalError as error:
-            return JSONResponse({"detail": str(error)}, 503)
-        return JSONResponse(encode_results(results, return_scores=asked.return_scores))
+    async def retrieve(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]  (FastAPI calls it)
+        return await desk.answer(request, token)
 
     @app.get("/healthz")
-    async def healthz() -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
+    async def healthz() -> Response:  # pyright: ignore[reportUnusedFunction]
         return JSONResponse({"status": "ok", **(about or {})})
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        if not _knows(request, token):
+            return _refused(_Refusal(401, _NO_TOKEN))
+        return PlainTextResponse(desk.metrics.render(), media_type="text/plain; version=0.0.4")
 
     return app
 
 
-def serve(
-    index: str | Path,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    default_top_k: int = DEFAULT_TOP_K,
-    limits: ServerLimits | None = None,
-    check_hashes: bool = True,
-) -> None:
-    """Serves a stored index until interrupted; port 0 takes a free one, named in the log.
+def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000, *, open_to_all: bool = False) -> None:
+    """Serves the application until interrupted; port 0 takes a free one, named in the log.
 
-    Raises `StoredIndexError` when the index is not what its manifest says.
+    open_to_all: the application wants no token; then an address other than this machine's own is worth a warning.
     """
-    retriever = load_index(index, check_hashes=check_hashes)
-    manifest = read_manifest(Path(index))
-    about = {"method": manifest["method"], "passages": manifest["counts"]["passages"]}
-    app = create_app(retriever, default_top_k=default_top_k, limits=limits, about=about)
+    if open_to_all and host not in ("127.0.0.1", "localhost", "::1"):
+        _LOG.warning("serving on %s without a token: whoever reaches this machine can search", host)
     uvicorn.run(app, host=host, port=port, access_log=False)
+
+
+class _Desk:
+    """Answers requests to /retrieve and counts them."""
+
+    def __init__(self, retriever: Retriever, limits: ServerLimits, default_top_k: int, max_batch_queries: int) -> None:
+        self.metrics = ServerMetrics()
+        self._retriever = retriever
+        self._limits = limits
+        self._default_top_k = default_top_k
+        self._coalescer = Coalescer(self._search, max_queries=max_batch_queries, max_running=1)
+
+    async def answer(self, request: Request, token: str | None) -> Response:
+        started = time.perf_counter()
+        try:
+            if not _knows(request, token):
+                raise _Refusal(401, _NO_TOKEN)
+            asked = _parse(await _body(request, self._limits.max_body_bytes), self._limits)
+            self.metrics.queries += len(asked.queries)
+            results = await self._coalescer.submit(asked.queries, asked.topk or self._default_top_k)
+            self.metrics.passages += sum(map(len, results))
+            response = Response(
+                json.dumps(encode_results(results, return_scores=asked.return_scores), ensure_ascii=False),
+                media_type="application/json",
+            )
+        except _Refusal as refusal:
+            response = _refused(refusal)
+        except RetrievalError as error:
+            response = JSONResponse({"detail": str(error)}, 503)
+        self.metrics.requests[response.status_code] += 1
+        self.metrics.request_seconds.observe(time.perf_counter() - started)
+        return response
+
+    async def _search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
+        started = time.perf_counter()
+        try:
+            return await self._retriever.retrieve(queries, top_k)
+        finally:
+            self.metrics.search_seconds.observe(time.perf_counter() - started)
+            self.metrics.batch_queries.observe(len(queries))
+
+
+def _knows(request: Request, token: str | None) -> bool:
+    given = request.headers.get("authorization", "")
+    return token is None or hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+
+
+def _refused(refusal: _Refusal) -> Response:
+    headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else None
+    return JSONResponse({"detail": refusal.detail}, refusal.status, headers)
 
 
 async def _body(request: Request, max_bytes: int) -> bytes:

@@ -1,0 +1,89 @@
+"""What the commands `index` and `serve-search` do. A BM25 index is built and served without loading torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain.retrieval.index import build_index, load_index
+from posttrain.retrieval.protocol import Retriever
+from posttrain.retrieval.storage import read_manifest
+
+METHODS = ("bm25", "dense", "hybrid")
+
+
+def build(
+    corpus: Path, out: Path, method: str, encoder: str | None, settings: Sequence[str], **options: Any
+) -> dict[str, Any]:
+    """Builds an index of a method and returns its manifest; `options`: empty, overwrite, on_progress.
+
+    settings: "bm25.k1=0.9", "encoder.max_tokens=180", "vectors.kind=ivf". Raises ValueError for an unknown method or
+    setting, and what the builders raise.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown index method {method!r}; known: {', '.join(METHODS)}")
+    given = nested(settings)
+    _check_sections(given, ("bm25",) if method == "bm25" else ("encoder", "vectors"))
+    if method == "bm25":
+        if encoder is not None:
+            raise ValueError("a BM25 index needs no encoder; say --method dense or hybrid")
+        _check_sections(given.get("bm25", {}), ("k1", "b", "unspaced"))
+        return build_index(corpus, out, **given.get("bm25", {}), **options)
+    if encoder is None:
+        raise ValueError(f"method {method} needs an encoder: --encoder DIRECTORY or a name of the hub")
+    opened = _with_models()
+    config = opened.EncoderConfig(model=encoder, **given.get("encoder", {}))
+    kept = opened.VectorOptions(**given.get("vectors", {}))
+    builder = opened.build_dense_index if method == "dense" else opened.build_hybrid_index
+    return builder(corpus, out, config, kept, **options)
+
+
+def open_for_serving(index: Path, settings: Sequence[str]) -> tuple[Retriever, dict[str, Any]]:
+    """The retriever that an index and `settings` of the section `retrieval` make, and what /healthz says of it."""
+    manifest = read_manifest(index)
+    about = {"method": manifest["method"], "passages": manifest["counts"]["passages"]}
+    if manifest["method"] == "bm25" and not settings:
+        return load_index(index), about
+    config = importlib.import_module("posttrain.retrieval.config")
+    return config.make_retriever(config.RetrievalConfig(index=index, **nested(settings))), about
+
+
+def token_of(variable: str | None) -> str | None:
+    """The token that an environment variable holds; raises ValueError when it is named and empty."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ValueError(f"the environment variable {variable} holds no token; set it, or leave --token-env out")
+    return token
+
+
+def nested(settings: Sequence[str]) -> dict[str, Any]:
+    """["a.b=1", "c=x"] -> {"a": {"b": 1}, "c": "x"}; values are YAML."""
+    made: dict[str, Any] = {}
+    for setting in settings:
+        key, sign, value = setting.partition("=")
+        if not sign or not key:
+            raise ValueError(f"expected key=value, got {setting!r}")
+        *parents, last = key.split(".")
+        place = made
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = yaml.safe_load(value)
+    return made
+
+
+def _check_sections(given: dict[str, Any], known: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"unknown setting {unknown[0]!r} here; known: {', '.join(known)}")
+
+
+def _with_models() -> Any:
+    """The part that loads torch and transformers, which take seconds."""
+    return importlib.import_module("posttrain.retrieval.opening")
