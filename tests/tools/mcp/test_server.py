@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from fastmcp import Client
 from fastmcp.client.transports import StdioTransport
 
@@ -307,6 +308,13 @@ def test_mcp_servers_are_served_on(tmp_path: Path):
             await tool.close()
 
     asyncio.run(run())
+
+
+def test_the_yaml_of_the_page_is_an_offer():
+    page = (Path(__file__).resolve().parents[3] / "docs" / "mcp.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    offer = ToolOffer.model_validate(yaml.safe_load(block))
+    assert (len(offer.tools), len(offer.mcp)) == (3, 1)
 
 
 def test_built_in_tools_have_one_name_each():

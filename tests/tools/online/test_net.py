@@ -58,8 +58,13 @@ def test_an_allowed_place_is_reached(stub: Stub):
 
 
 @pytest.mark.parametrize(
-    "spelling", ["127.0.0.1", "localhost", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "0x7f.1", "[::1]", "0"]
-)
+    "spelling",
+    [
+        "127.0.0.1", "localhost", "LOCALHOST.", "2130706433", "0x7f000001", "0177.0.0.1", "017700000001", "127.1",
+        "0x7f.1", "0x7f.0x0.0x0.0x1", "0", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[0:0:0:0:0:ffff:7f00:1]",
+        "127。0。0。1", "①②⑦.⓪.⓪.①", "localhost%00.example.org", "[::1%25lo]", "example.org@127.0.0.1",
+    ],
+)  # fmt: skip
 def test_this_machine_is_refused_however_it_is_spelt(stub: Stub, spelling: str):
     """Decimal, octal, hexadecimal and short forms are read by the system's own lookup, whose answer is checked."""
     port = int(stub.place.rpartition(":")[2])
