@@ -37,7 +37,7 @@ def use(action: Callable[[Tools], Awaitable[T]], *configs: McpServerConfig, take
     async def run() -> T:
         tools = await open_mcp_tools(configs, taken)
         assert all(isinstance(tool, McpTool) for tool in tools)
-        tokens = {tool._shared.connection._link.token for tool in tools}  # type: ignore[attr-defined]
+        tokens = {tool._shared.connection._open.link.token for tool in tools}  # type: ignore[union-attr]
         try:
             return await action({tool.spec.name: tool for tool in tools})  # type: ignore[misc]
         finally:
@@ -54,7 +54,7 @@ async def failure(call: Awaitable[ToolResult]) -> ToolError:
 
 
 def token_of(tools: Tools) -> str:
-    token = next(iter(tools.values()))._shared.connection._link.token
+    token = next(iter(tools.values()))._shared.connection._open.link.token
     assert token is not None
     return token
 
@@ -166,7 +166,7 @@ def test_calls_that_die_together_restart_the_server_once():
         answers = await asyncio.gather(*(tools["echo"].call({"text": str(at)}) for at in range(10)))
         assert [answer.text for answer in answers] == [str(at) for at in range(10)]
         connection = tools["echo"]._shared.connection
-        assert (connection.restarts, connection._link._failures) == (1, 1)
+        assert (connection.restarts, connection._open.link._failures) == (1, 1)
 
     use(action, odd())
 
@@ -269,9 +269,13 @@ def test_it_serves_one_event_loop_after_the_other():
     asyncio.run(tools["echo"].close())
     assert pids  # the others still hold the connection
     assert asyncio.run(server_pid(tools)) in pids  # type: ignore[arg-type]
-    for tool in tools.values():
-        asyncio.run(tool.close())
-    assert wait_gone(token_of(tools), 1.0)  # type: ignore[arg-type]
+    for _ in range(2):
+        token = token_of(tools)  # type: ignore[arg-type]
+        for tool in tools.values():
+            asyncio.run(tool.close())
+        assert wait_gone(token, 1.0)
+        assert asyncio.run(server_pid(tools)) not in pids  # type: ignore[arg-type]  (used again, it is there again)
+    asyncio.run(tools["who"].close())
 
 
 SCRIPT = """
@@ -281,7 +285,7 @@ from posttrain.tools.mcp.config import McpServerConfig
 tools = asyncio.run(open_mcp_tools([McpServerConfig(command=sys.executable, args=(sys.argv[1], *sys.argv[3:]))]))
 named = {tool.spec.name: tool for tool in tools}
 asyncio.run(named["grandchild"].call({}))
-print(named["echo"]._shared.connection._link.token, flush=True)
+print(named["echo"]._shared.connection._open.link.token, flush=True)
 if sys.argv[2] == "wait":
     time.sleep(600)
 if sys.argv[2] == "raise":

@@ -27,7 +27,7 @@ class McpToolError(Exception):
 
 
 class SharedConnection:
-    """Closes the connection with the last tool of the server."""
+    """Closes the connection with the last tool of the server; a tool that is used again opens it."""
 
     def __init__(self, connection: McpConnection) -> None:
         self.connection = connection
@@ -53,18 +53,21 @@ class McpTool:
             parameters=_parameters(offered.input_schema),
         )
         self._shared = shared
-        self._closed = False
+        self._holds = True
         shared.taken()
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        if not self._holds:
+            self._holds = True
+            self._shared.taken()
         answer = await self._shared.connection.call(self.remote_name, arguments)
         if answer.is_error:
             raise _error_of(answer)
         return _result_of(answer)
 
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if self._holds:
+            self._holds = False
             await self._shared.release()
 
 

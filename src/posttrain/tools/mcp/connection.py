@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from fastmcp.client.transports import ClientTransport, StdioTransport, Streamabl
 from fastmcp.exceptions import FastMCPError
 from mcp.shared.exceptions import MCPError
 
+from posttrain.deadline import in_thread
 from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.tools.mcp.leash import sweep
 from posttrain.tools.processes import TOKEN
@@ -69,35 +71,54 @@ class Loop:
 
 
 class McpConnection:
-    """`tools` and `call` from any event loop, many at once. Both raise ToolError."""
+    """`tools` and `call` from any event loop, many at once. Both raise ToolError. Opened when first used, and again
+    when used after a `close`."""
 
     def __init__(self, config: McpServerConfig) -> None:
         self.config = config
-        self.restarts = 0  # of a server that had been up, since construction
-        self._loop = Loop()
-        self._link = _Link(config)
-        # also at the end of the program, when nobody has closed us
-        self._end = weakref.finalize(self, _end, self._loop, self._link)
+        self._opening = threading.Lock()
+        self._open: _Open | None = None
+
+    @property
+    def restarts(self) -> int:
+        """Of a server that had been up, since it was opened."""
+        return 0 if self._open is None else self._open.link.restarts
 
     async def tools(self) -> list[mcp_types.Tool]:
         """What the server offers, started or connected to if it is not."""
-        return await self._loop.run(self._link.tools())
+        opened = self._opened()
+        return await opened.loop.run(opened.link.tools())
 
     async def server_name(self) -> str:
-        return await self._loop.run(self._link.server_name())
+        opened = self._opened()
+        return await opened.loop.run(opened.link.server_name())
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> CallToolResult:
         """Raises ToolError: TIMEOUT past the deadline, BAD_ARGUMENTS where the protocol refuses them, FAILED with
         `transient` when the server was lost (the next call finds it again)."""
-        try:
-            return await self._loop.run(self._link.call(tool, dict(arguments)))
-        finally:
-            self.restarts = self._link.restarts
+        opened = self._opened()
+        return await opened.loop.run(opened.link.call(tool, dict(arguments)))
 
     async def close(self) -> None:
         """Ends the connection and the child; may be called twice."""
-        if self._end.alive:
-            await asyncio.to_thread(self._end)
+        opened, self._open = self._open, None
+        if opened is not None:
+            await in_thread(opened.end)
+
+    def _opened(self) -> _Open:
+        with self._opening:
+            if self._open is None:
+                loop, link = Loop(), _Link(self.config)
+                # the finalizer also runs at the end of the program, when nobody has closed us
+                self._open = _Open(loop, link, weakref.finalize(self, _end, loop, link))
+            return self._open
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    loop: Loop
+    link: _Link
+    end: Callable[[], Any]
 
 
 def _end(loop: Loop, link: _Link) -> None:
