@@ -225,6 +225,30 @@ def serve_search(
 
 
 @app.command()
+def serve_reward(
+    model: Annotated[str, typer.Argument(help="A sequence classifier: directory or hub id.")],
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 5000,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with a token that clients send.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="device=cuda, max_tokens=8192 ...")] = None,
+) -> None:
+    """Serve a reward model over HTTP as OpenRLHF does: POST /get_reward, GET /healthz."""
+    from posttrain.config import RewardConfig
+    from posttrain.rewards.config import load_reward
+    from posttrain.rewards.service import secret
+    from posttrain.runs.config_file import parse_config
+
+    try:
+        from posttrain.rewards.server import create_app, serve
+    except ImportError as error:
+        _fail(error)
+    options = dict(setting.split("=", 1) for setting in settings or () if "=" in setting)
+    loaded: Any = load_reward(parse_config(RewardConfig, {"name": "model", "options": {"path": model, **options}}))
+    token = secret(token_env) or None
+    serve(create_app(loaded, token=token), host, port, open_to_all=token is None)
+
+
+@app.command()
 def serve_tools(
     tools: Annotated[
         list[str] | None, typer.Argument(help="Online tools by name, functions as file.py:name; default: all built-in.")

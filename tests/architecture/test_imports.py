@@ -67,6 +67,7 @@ HEAVY |= {"math_verify"}
 MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "retrieval.server": {"fastapi", "uvicorn"},
     "retrieval.dense": {"faiss"},
+    "rewards.server": {"fastapi", "uvicorn"},
     "rewards.symbolic": {"math_verify"},
     "sampler.vllm": {"vllm"},
     "cluster": {"ray"},

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
@@ -15,10 +16,12 @@ from posttrain.rewards import RewardError, score_group
 from posttrain.rewards.config import RewardConfig, load_reward
 from posttrain.rewards.model import ModelReward, encode, messages_of
 from posttrain.rewards.model_options import ModelRewardConfig
+from posttrain.rewards.server import create_app
 from posttrain.task import Invalid, Score, Task
 from posttrain.trainer.loading import model_path
+from retrieval.servers import app_server
 
-from .episodes import env, episode
+from .episodes import PROMPT, env, episode
 
 TASK = Task(id="t", prompt=({"role": "user", "content": "Where was Bafi Gole born?"},))
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -138,3 +141,28 @@ def test_a_score_that_is_not_finite_is_invalid(path):
 def test_reading_a_reward_section_takes_no_deep_learning_library():
     code = "import sys, posttrain.rewards.config; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_served_as_openrlhf_does_it_scores_the_same(path):
+    model = ModelReward(ModelRewardConfig(path=str(path), max_tokens=100))
+    texts = ["Where? Doli", "Where? In Doli, it says", "word " * 300]
+    direct = model.score_texts(texts)
+    with app_server(create_app(model, token="s3cret")) as url:
+        answer = httpx.post(f"{url}/get_reward", json={"query": texts}, headers={"Authorization": "Bearer s3cret"})
+        assert answer.json()["rewards"] == [direct[0].value, direct[1].value, None]
+        assert httpx.post(f"{url}/get_reward", json={"query": texts}).status_code == 401
+        for bad in (b"x", b"[]", b'{"query": "text"}', b'{"query": [1]}'):
+            done = httpx.post(f"{url}/get_reward", content=bad, headers={"Authorization": "Bearer s3cret"})
+            assert done.status_code == 400
+        assert httpx.get(f"{url}/healthz").json()["status"] == "ok"
+
+
+def test_the_http_reward_is_its_client(path, monkeypatch):
+    monkeypatch.setenv("RM_TOKEN", "s3cret")
+    model = ModelReward(ModelRewardConfig(path=str(path)))
+    with app_server(create_app(model, token="s3cret")) as url:
+        options = {"url": f"{url}/get_reward", "key_env": "RM_TOKEN"}
+        reward = load_reward(RewardConfig(name="http", options=options))
+        outcomes = asyncio.run(score_group(reward, [episode(text) for text in TEXTS], TASK))
+    expected = model.score_texts([PROMPT.text + text for text in TEXTS])
+    assert [o.value for o in outcomes] == pytest.approx([o.value for o in expected], abs=1e-5)

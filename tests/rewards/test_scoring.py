@@ -260,3 +260,23 @@ def test_mixture_from_config_keeps_the_prediction():
     assert outcome.components["exact"] == 1
     assert outcome.components["exact/no_answer"] == 0
     assert outcome.components["style/valid_structure"] == 0
+
+
+def test_an_invalid_part_may_be_left_out_and_is_counted():
+    def down(ep, task):
+        return Invalid("service_down") if number_of(ep) < 2 else 0.0
+
+    def fine(ep, task):
+        return Invalid("other") if number_of(ep) == 0 else 1.0
+
+    parts = {
+        "a": Part(CustomReward(RewardFunction(fine), name="a", seconds=9), 1.0),
+        "b": Part(CustomReward(RewardFunction(down), name="b", seconds=9), 3.0),
+    }
+    mixture = Mixture(parts, leave_out_invalid=True)
+    both, one, none = asyncio.run(score_group(mixture, [EIGHT[0], EIGHT[1], EIGHT[2]], task("3")))
+    assert isinstance(both, Invalid)
+    assert (one.value, one.components["b/invalid"], one.components["a/invalid"]) == (4.0, 1.0, 0.0)
+    assert (none.value, none.components["b/invalid"]) == (1.0, 0.0)
+    config = RewardConfig.model_validate({"parts": {"a": {"name": "em"}}, "invalid_parts": "leave_out"})
+    assert load_reward(config).leave_out_invalid

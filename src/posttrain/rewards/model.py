@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,16 @@ class ModelReward:
 
     def score(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[Outcome]:
         """One outcome per conversation. Blocks; one caller at a time."""
+        return self._score(lambda tokenizer: [encode(tokenizer, messages) for messages in conversations])
+
+    def score_texts(self, texts: Sequence[str]) -> list[Outcome]:
+        """The same for texts that carry their special tokens already, or want none."""
+        return self._score(lambda tokenizer: [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
+
+    def _score(self, encoded: Callable[[Any], list[list[int]]]) -> list[Outcome]:
         with self._lock:
             tokenizer, model = self._load()
-            ids = [encode(tokenizer, messages) for messages in conversations]
+            ids = encoded(tokenizer)
             limit = self.config.max_tokens
             fitting = [i for i, tokens in enumerate(ids) if 0 < len(tokens) <= limit]
             values = dict(zip(fitting, self._forward(model, [ids[i] for i in fitting]), strict=True))
