@@ -120,6 +120,13 @@ def test_unreadable_replies_are_not_kept(tmp_path):
         assert judged(server.url, **options).value == 1
 
 
+def test_a_reply_kept_for_another_scale_is_asked_anew(tmp_path):
+    with stub(completion('{"score": 80}'), completion('{"score": 4}')) as server:
+        options = {"cache": str(tmp_path / "c.sqlite"), "prompt": "Grade {response}"}
+        assert judged(server.url, low=0, high=100, **options).value == 0.8
+        assert judged(server.url, low=0, high=5, **options).value == 0.8
+
+
 def test_a_prompt_of_ones_own():
     with stub(says(lambda text: "Rating: [[3]]" if "Is Rome in Italy?" in text else "?")) as server:
         outcome = judged(server.url, "Rome", prompt="Is {response} in Italy? {{1-5}}", low=1, high=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,9 +117,11 @@ class Judge:
     async def _ask(self, prompt: str, read: Callable[[str], ReadT]) -> ReadT:
         request = self._request(prompt)
         kept = None if self._cache is None else self._cache.get(request)
-        if kept is not None:
-            self.counters.cached += 1
-            return read(kept)
+        with contextlib.suppress(UnreadableReply):  # kept for another scale: asked anew
+            if kept is not None:
+                verdict = read(kept)
+                self.counters.cached += 1
+                return verdict
         problem = UnreadableReply("never asked")
         for attempt in range(self.config.unreadable_attempts):
             reply = await self._service.post(request if attempt == 0 else _again(request, str(problem)), content_of)
