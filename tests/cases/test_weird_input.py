@@ -13,7 +13,7 @@ import pytest
 from cases.parts import roll, spec, task
 from posttrain.envs import Observation, Step
 from posttrain.rewards import REWARDS, score
-from posttrain.rewards.config import load_reward
+from posttrain.rewards.config import RewardConfig, load_reward
 from posttrain.rollout import Limits
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import SamplingParams
@@ -271,13 +271,19 @@ WEIRD = {
 }
 
 
+NUMERIC = {"gsm8k", "boxed", "number", "target_length"}  # what a task's accepted answer has to be for them
+OF_FORM = {"citations", "dr_tulu_format", "overlong", "search_turns", "target_length", "words_of_answer"}
+OPTIONS = {"overlong": {"max_tokens": 100, "buffer": 10}}
+
+
 @pytest.mark.parametrize("name", sorted(set(REWARDS) - {"env"}))
 @pytest.mark.parametrize("case", WEIRD)
 def test_every_reward_judges_any_text_in_no_time(name: str, case: str) -> None:
-    truth = "7" if name in ("gsm8k", "boxed") else "Paris"
+    truth = "7" if name in NUMERIC else "Paris"
     asked = Task(id="t", prompt=({"role": "user", "content": "q"},), ground_truth=(truth,))
     segments = (Segment(Source.PROMPT, "q"), Segment(Source.POLICY, WEIRD[case]))
-    judging = score(load_reward(name), Episode(task_id="t", episode_id="e", segments=segments), asked)
+    reward = load_reward(RewardConfig(name=name, options=OPTIONS.get(name, {})))
+    judging = score(reward, Episode(task_id="t", episode_id="e", segments=segments), asked)
     outcome = asyncio.run(asyncio.wait_for(judging, timeout=20))
     assert isinstance(outcome, Score)
-    assert outcome.value < 0.5, "none of these is the answer"
+    assert name in OF_FORM or outcome.value < 0.5, "none of these is the answer"
