@@ -6,7 +6,7 @@ It touches only passages that have a term of the query, and holds no interpreter
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import njit  # pyright: ignore[reportMissingImports]
 from numpy.typing import NDArray
 
 Found = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]

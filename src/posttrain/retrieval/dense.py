@@ -162,7 +162,7 @@ def write_faiss(shards: Sequence[Vectors], kind: str, path: Path, on_progress: C
 
 def import_faiss() -> Any:
     try:
-        import faiss
+        import faiss  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("this kind of vectors needs faiss: pip install 'posttrain[dense]'") from error
     return faiss
