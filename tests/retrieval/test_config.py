@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from posttrain.retrieval.client import HttpRetriever
@@ -62,3 +64,10 @@ def test_a_url_makes_a_client_with_its_options():
 def test_bad_sections_are_refused(values: dict[str, Any], message: str):
     with pytest.raises(ValidationError, match=message):
         RetrievalConfig.model_validate(values)
+
+
+def test_sections_of_the_page_are_configs():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "retrieval.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    kinds = [RetrievalConfig.model_validate(yaml.safe_load(block)["retrieval"]).source for block in blocks]
+    assert kinds == ["index", "corpus", "corpus", "url"]

@@ -47,16 +47,16 @@ class ExactVectors:
 
     def search(self, queries: NDArray[np.float32], top_k: int) -> Hits:
         top_k = min(top_k, len(self))
-        scores = np.full((len(queries), 0), -np.inf, dtype=np.float32)
-        rows = np.zeros((len(queries), 0), dtype=np.int64)
+        scores = np.full((len(queries), top_k), -np.inf, dtype=np.float32)
+        rows = np.full((len(queries), top_k), -1, dtype=np.int64)
         for first, block in self._blocks():
             fresh = queries @ block.T
-            kept = np.argpartition(-fresh, top_k - 1, axis=1)[:, :top_k] if fresh.shape[1] > top_k else None
-            found = np.arange(fresh.shape[1])[None].repeat(len(fresh), 0) if kept is None else np.sort(kept, axis=1)
-            scores = np.concatenate([scores, np.take_along_axis(fresh, found, 1)], axis=1)
-            rows = np.concatenate([rows, found + first], axis=1)
-            order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
-            scores, rows = np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
+            # columns that are among the best of any query so far; later rows lose ties, so > it is. Soon few are.
+            columns = np.flatnonzero((fresh > scores[:, -1:]).any(axis=0))
+            merged = np.concatenate([scores, fresh[:, columns]], axis=1)
+            numbers = np.concatenate([rows, np.broadcast_to(columns + first, (len(rows), len(columns)))], axis=1)
+            order = np.argsort(-merged, axis=1, kind="stable")[:, :top_k]
+            scores, rows = np.take_along_axis(merged, order, 1), np.take_along_axis(numbers, order, 1)
         return scores, rows
 
     def _blocks(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -175,8 +175,8 @@ def _sample(shards: Sequence[Vectors], total: int, wanted: int) -> NDArray[np.fl
 
 
 def _read_faiss(faiss: Any, path: Path, mmap: bool) -> Any:
-    flags = [faiss.IO_FLAG_MMAP_IFC, faiss.IO_FLAG_MMAP] if mmap else []
-    for flag in flags:
+    names = ("IO_FLAG_MMAP_IFC", "IO_FLAG_MMAP") if mmap else ()  # the first maps more kinds, and came later
+    for flag in [getattr(faiss, name) for name in names if hasattr(faiss, name)]:
         try:
             return faiss.read_index(str(path), flag)
         except RuntimeError:
