@@ -177,6 +177,7 @@ def test_what_is_no_literal_is_refused(text):
         ("[f('''a'b\n]'''), g('')]", ""),
         ('[f("\\"]")]x', "x"),
         ("[f('a\\\n]')]", ""),
+        ('[f("""a\n\nb""")]', ""),
     ],
 )
 def test_brackets_in_strings_do_not_count(text, left, size):

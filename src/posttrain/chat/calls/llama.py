@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.chat.calls.attempt import MAX_CALLS, Found, NotExpressible, shown
-from posttrain.chat.calls.json_text import json_value
+from posttrain.chat.calls.json_text import json_value, loads
 from posttrain.chat.calls.objects import object_of, read_call
 from posttrain.chat.calls.python_text import Bracketed, PythonProblem, PythonReader, bracketed, spelled
 from posttrain.chat.calls.scan import Lookout, Scan, Wait
@@ -30,7 +30,8 @@ _RESERVED = reserved_tags(
 class LlamaJson(Syntax):
     """`{"name": "f", "parameters": {...}}` as the whole turn, with or without `<|python_tag|>`: Llama 3.
 
-    An object elsewhere in a turn, or one whose first key is not a call's, is text. Several calls stand behind each
+    An object elsewhere in a turn is text; so is one whose first key is not a call's, or that has `name` and other keys
+    but no parameters. Several calls stand behind each
     other, with `;`, `,` or nothing between. Behind `<|python_tag|>` also `tool.call(query="...")`, Llama's own form for
     built-in tools.
     """
@@ -53,8 +54,10 @@ class LlamaJson(Syntax):
             return [(yield from self._builtin(scan, start))]
         found: list[Found] = []
         while opener or _OBJECT_START.match((yield from scan.peek(_LOOK))):
-            opener = ""
             text = yield from json_value(scan)
+            if not opener and not text.problem and _is_data(text.text):
+                break
+            opener = ""
             call = read_call(text, ("parameters", "arguments"), start=start, end=scan.position)
             if call.problem and not call.unfinished:
                 scan.back(len((yield from scan.until(self._lookout))))
@@ -85,6 +88,15 @@ class LlamaJson(Syntax):
 
     def render(self, calls: Sequence[Call], signatures: Signatures = NO_TOOLS) -> str:
         return "; ".join(object_of(call, "parameters") for call in calls)
+
+
+def _is_data(text: str) -> bool:
+    """Whether a bare object is an answer that happens to have a name."""
+    try:
+        value = loads(text)
+    except ValueError:
+        return False
+    return not value.keys() & {"parameters", "arguments"} and bool(value.keys() - {"name", "type"})
 
 
 class LlamaPythonic(Syntax):

@@ -107,10 +107,12 @@ def _string(scan: Scan) -> Wait[str | None]:
             if len((yield from scan.peek(2))) < 2:
                 scan.at += 1
                 return None
-        elif rest == "\n":
-            return "a string in single quotation marks ends on its line"
         elif not rest:
             return None
+        elif rest == "\n" and delimiter == quote:
+            return "a string in single quotation marks ends on its line"
+        elif rest != quote:
+            continue  # more text has come
         elif (yield from scan.peek(len(delimiter))) == delimiter:
             scan.at += len(delimiter)
             return ""

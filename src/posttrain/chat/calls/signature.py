@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -50,6 +51,12 @@ def json_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ValueError(f"the parameters are no JSON schema: {error.message} (at {place or 'the top'})") from None
     _check_references(schema, schema)
     return schema
+
+
+@lru_cache(maxsize=1024)
+def _schema_of(text: str) -> dict[str, Any]:
+    """Checking a schema takes milliseconds, and every episode may ask for the same ones."""
+    return json_schema(json_text.loads(text))
 
 
 def _renamed(schema: Any) -> Any:
@@ -96,7 +103,7 @@ class Signature:
         self.name = spec.name
         self.description = spec.description
         try:
-            self.schema = json_schema(spec.parameters)
+            self.schema = _schema_of(json_text.dumps(dict(spec.parameters or {})))
         except ValueError as error:
             raise ValueError(f"tool {spec.name!r}: {error}") from None
         self.properties: Mapping[str, Any] = self.schema.get("properties", {})
