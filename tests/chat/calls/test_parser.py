@@ -35,9 +35,9 @@ def test_p24_calls_in_thoughts_count_when_asked_for():
 def test_a_thought_that_the_prompt_opened_withdraws_what_came_before_its_end():
     parser = CallParser(HERMES, TOOLS)
     assert len(parser.feed(SEARCH)) == 1
-    parser.feed("</think>The answer.")
+    assert len(parser.feed(f"</think>The answer.{SEARCH}")) == 1
     parsed = parser.finish()
-    assert parsed.attempts == []
+    assert len(parsed.attempts) == 1
     assert parsed.content == "The answer."
 
 

@@ -40,7 +40,7 @@ def specs(functions: list[dict[str, Any]]) -> list[Spec]:
     return [Spec(function["name"], function.get("description", ""), function["parameters"]) for function in functions]
 
 
-# BFCL: a gold answer gives, for every parameter, the list of values that count as right; '' among them: may be left out.
+# BFCL: a gold answer gives for every parameter the list of right values; '' among them: it may be left out.
 
 
 def first_choice(options: Any) -> Any:
@@ -111,15 +111,16 @@ def mutations(signature: Signature, arguments: dict[str, Any]) -> Iterator[dict[
 
 
 def test_mutated_arguments_are_refused(bfcl):
+    """Of every fourth task; of all tasks there are 6,874 mutations."""
     count = 0
-    for tools, calls in bfcl:
+    for tools, calls in bfcl[::4]:
         for name, arguments in calls:
             signature = tools.get(name)
             for mutated in mutations(signature, arguments):
                 count += 1
                 text = SYNTAXES["hermes"].render([(name, mutated)], tools)
                 assert [found.status for found in parse(text, SYNTAXES["hermes"], tools)] == [CallStatus.BAD_ARGUMENTS]
-    assert count == 0
+    assert count > 1_500
 
 
 @pytest.mark.parametrize("name", GENERAL)

@@ -40,6 +40,7 @@ class CallParser:
         self._thought = thought
         self._in_thought = in_thought and thought is not None
         self._found: list[Found] = []
+        self._told = 0  # of them, by `feed`
         self._hidden: list[tuple[int, int]] = []  # thoughts and calls
         self._refused_from: int | None = None
         self._pieces: list[str] = []
@@ -51,11 +52,11 @@ class CallParser:
 
     def feed(self, text: str) -> list[Attempt]:
         """The text goes on. Returns the calls that this piece completed, as they stand if nothing is withdrawn."""
-        known = len(self._found)
         self._pieces.append(text)
         self._scan.push(text)
         next(self._run)
-        return [self._judged(found, None) for found in self._found[known:]]
+        new, self._told = self._found[self._told :], len(self._found)
+        return [self._judged(found, None) for found in new]
 
     def finish(self, stop_reason: StopReason | None = None) -> Parsed:
         """The turn is over. An open call is TRUNCATED if it was cut, MALFORMED if the policy ended it there."""
@@ -113,6 +114,7 @@ class CallParser:
             elif thought and opener == thought[1]:
                 if not seen_thought:
                     self._found.clear()
+                    self._told = 0
                     self._hidden = [(0, scan.position)]
                     fresh, seen_thought = True, True
                     scan.start_of_line()
