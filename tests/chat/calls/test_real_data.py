@@ -28,12 +28,12 @@ GENERAL = [name for name in SYNTAXES if name != "search_r1"]  # search_r1 knows 
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as file:
-        if ".json." in path.name or path.suffix == ".json":
-            yield from json.load(file)
-        else:
-            yield from map(json.loads, file)
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    if ".json." in path.name or path.suffix == ".json":
+        yield from json.loads(text)
+    else:
+        yield from (json.loads(line) for line in text.split("\n") if line)
 
 
 def specs(functions: list[dict[str, Any]]) -> list[Spec]:

@@ -23,6 +23,9 @@ _SCALAR_GROUP = 3
 _BLANK = re.compile(r"[ \t\n\r]*+")
 _INSIDE = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ITEMS = re.compile(  # numbers and words of a list, each with its comma: what most long lists are made of
+    r"(?:[ \t\n\r]*+(?:-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][-+]?[0-9]{1,9})?|true|false|null)[ \t\n\r]*+,)*+"
+)
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _STRING, _SCALAR_KIND, _DONE = '"', "0", "done"
 _TOO_LONG = "a number is too long"
@@ -159,6 +162,8 @@ def _take_tokens(scan: Scan, grammar: _Grammar) -> bool:
             scan.at = found.start(group or 0)
             return False
         at = found.end()
+        if kind == "," and grammar.state == _VALUE and (items := _ITEMS.match(buffer, at)):
+            at = items.end()
         if grammar.state == _DONE:
             break
     scan.at = at

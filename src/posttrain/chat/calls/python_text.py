@@ -18,8 +18,8 @@ _PLAIN = re.compile(r"[\s\w.,:=*+\-]*+")
 _BODY = {
     "'": re.compile(r"(?:[^'\\\n]++|\\.)*+", re.DOTALL),
     '"': re.compile(r'(?:[^"\\\n]++|\\.)*+', re.DOTALL),
-    "'''": re.compile(r"(?:[^'\\]++|\\.)*+", re.DOTALL),
-    '"""': re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL),
+    "'''": re.compile(r"(?:[^'\\]++|\\.|'(?!'')(?=..))*+", re.DOTALL),
+    '"""': re.compile(r'(?:[^"\\]++|\\.|"(?!"")(?=..))*+', re.DOTALL),
 }
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
