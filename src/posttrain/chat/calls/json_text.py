@@ -24,7 +24,8 @@ _BLANK = re.compile(r"[ \t\n\r]*+")
 _INSIDE = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ITEMS = re.compile(  # numbers and words of a list, each with its comma: what most long lists are made of
-    r"(?:[ \t\n\r]*+(?:-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][-+]?[0-9]{1,9})?|true|false|null)[ \t\n\r]*+,)*+"
+    r"(?:[ \t\n\r]*+(?:-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][-+]?[0-9]{1,9})?|true|false|null)"
+    r"[ \t\n\r]*+,)*+"
 )
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _STRING, _SCALAR_KIND, _DONE = '"', "0", "done"
