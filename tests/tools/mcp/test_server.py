@@ -22,7 +22,7 @@ from fastmcp.client.transports import StdioTransport
 
 from posttrain.tools.mcp.client import open_mcp_tools
 from posttrain.tools.mcp.config import McpServerConfig
-from posttrain.tools.mcp.offer import ToolOffer
+from posttrain.tools.mcp.offer import ToolOffer, built_in_tools
 from posttrain.tools.mcp.serve import serve
 from posttrain.tools.mcp.server import build_server
 from posttrain.tools.online.config import BUILT_IN
@@ -61,7 +61,7 @@ def config_file(folder: Path, stub: Stub) -> Path:
     (folder / "user_tools.py").write_text(USER_TOOLS, encoding="utf-8")
     tools = [
         "user_tools.py:add",
-        {"function": "user_tools.py:trouble", "name": "trouble"},
+        {"location": "user_tools.py:trouble", "name": "trouble", "limits": {"retries": 0}},
         {"use": "google_search", "options": {"base_url": stub.url, "key_env": "MY_SERPER_KEY"}},
         "browse_webpage",
     ]
@@ -314,7 +314,18 @@ def test_the_yaml_of_the_page_is_an_offer():
     page = (Path(__file__).resolve().parents[3] / "docs" / "mcp.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     offer = ToolOffer.model_validate(yaml.safe_load(block))
-    assert (len(offer.tools), len(offer.mcp)) == (3, 1)
+    assert (len(offer.tools), len(offer.mcp)) == (4, 1)
+
+
+def test_without_an_offer_all_that_can_be_had_is_served(monkeypatch: pytest.MonkeyPatch):
+    for name in list(os.environ):
+        if name.endswith(("_API_KEY", "_SUBSCRIPTION_KEY")):
+            monkeypatch.delenv(name)
+    left_out: list[str] = []
+    names = [tool.spec.name for tool in built_in_tools(left_out.append)]
+    assert names[:4] == ["snippet_search", "semantic_scholar_search", "pubmed_search", "browse_webpage"]
+    assert len(names) + len(left_out) == 11  # ten online ones, and python where it can be isolated
+    assert any("SERPER_API_KEY" in reason for reason in left_out)
 
 
 def test_built_in_tools_have_one_name_each():

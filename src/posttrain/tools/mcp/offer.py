@@ -8,55 +8,42 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, field_validator
 
-from posttrain.location import is_location, locate
-from posttrain.tools.function import FunctionTool, function_tool
+from posttrain.location import is_location
+from posttrain.tools.config import TOOLS, ToolConfig, guarded, make_tool
 from posttrain.tools.mcp.client import open_mcp_tools
 from posttrain.tools.mcp.config import McpServerConfig, read_server_list
 from posttrain.tools.online.config import BUILT_IN, OnlineToolConfig, make_online_tool
 from posttrain.tools.online.service import NotConfigured
 from posttrain.tools.protocol import Tool
+from posttrain.tools.schema import ToolDefinitionError
 
 log = logging.getLogger("posttrain")
 
 
-class FunctionToolConfig(BaseModel):
-    """A function of the user's: "package.module:name" or "path/to/file.py:name"."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    function: str
-    name: str | None = Field(default=None, min_length=1)  # what the policy calls it; default: the function's name
-    options: dict[str, Any] = {}  # arguments that the policy neither sees nor gives
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_location(cls, given: Any) -> Any:
-        return {"function": given} if isinstance(given, str) else given
-
-
 def _kind(entry: Any) -> str:
     if isinstance(entry, str):
-        return "function" if is_location(entry) else "use"
-    return "function" if isinstance(entry, FunctionToolConfig) or "function" in entry else "use"
+        return "name" if is_location(entry) or entry in TOOLS else "use"
+    return "use" if isinstance(entry, OnlineToolConfig) or (isinstance(entry, dict) and "use" in entry) else "name"
 
 
-ToolConfig = Annotated[
-    Annotated[OnlineToolConfig, Tag("use")] | Annotated[FunctionToolConfig, Tag("function")], Discriminator(_kind)
+OfferedTool = Annotated[
+    Annotated[OnlineToolConfig, Tag("use")] | Annotated[ToolConfig, Tag("name")], Discriminator(_kind)
 ]
 
 
 class ToolOffer(BaseModel):
-    """`tools`: names of online tools, locations of functions, or mappings with `use` or `function`.
+    """`tools`: names of built-in tools, locations of functions, or mappings: with `use` an online tool under another
+    name, else entries as in the `tools` section of a run, with their limits and caches.
 
-    `mcp`: URLs, commands, .json files that list servers, or mappings. Without any, all built-in tools that the
-    environment has keys for.
+    `mcp`: URLs, commands, .json files that list servers, or mappings. Without any, all built-in tools that can be had
+    here: that there are keys for, and that this machine can isolate.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tools: tuple[ToolConfig, ...] = ()
+    tools: tuple[OfferedTool, ...] = ()
     mcp: tuple[McpServerConfig, ...] = ()
 
     @field_validator("mcp", mode="before")
@@ -78,7 +65,7 @@ async def open_tools(offer: ToolOffer) -> list[Tool]:
     opened: list[Tool] = []
     try:
         for config in offer.tools:
-            opened.append(_function(config) if isinstance(config, FunctionToolConfig) else make_online_tool(config))
+            opened.append(_made(config))
         if not offer.tools and not offer.mcp:
             opened += built_in_tools(lambda reason: log.warning("left out: %s", reason))
         opened += await open_mcp_tools(offer.mcp, [tool.spec.name for tool in opened])
@@ -91,24 +78,19 @@ async def open_tools(offer: ToolOffer) -> list[Tool]:
 def built_in_tools(leave_out: Callable[[str], None]) -> list[Tool]:
     """Every built-in tool that can be had here; `leave_out` is told why another one cannot."""
     opened: list[Tool] = []
-    for name in BUILT_IN:
+    for config in (*(OnlineToolConfig(use=name) for name in BUILT_IN), *(ToolConfig(name=name) for name in TOOLS)):
         try:
-            opened.append(make_online_tool(OnlineToolConfig(use=name)))
-        except NotConfigured as reason:
+            opened.append(_made(config))
+        except (NotConfigured, ToolDefinitionError) as reason:
             leave_out(str(reason))
     return opened
 
 
+def _made(config: OnlineToolConfig | ToolConfig) -> Tool:
+    if isinstance(config, OnlineToolConfig):
+        return make_online_tool(config)
+    return guarded(make_tool(config), config)
+
+
 async def close_tools(tools: list[Tool]) -> None:
     await asyncio.gather(*(tool.close() for tool in tools))
-
-
-def _function(config: FunctionToolConfig) -> Tool:
-    """The function, or a tool or decorated function that stands at the location."""
-    found = locate(config.function)
-    if isinstance(found, FunctionTool) or not isinstance(found, Tool):
-        function = found.function if isinstance(found, FunctionTool) else found
-        if isinstance(found, FunctionTool) and not config.options and config.name is None:
-            return found
-        return function_tool(function, name=config.name, options=config.options, location=config.function)
-    return found
