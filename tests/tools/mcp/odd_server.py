@@ -40,7 +40,7 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         print("the last words", file=sys.stderr, flush=True)
         os._exit(3)
     if name == "grandchild":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
         return text(str(child.pid))
     if name == "fail":
         return text("it did not work", isError=True)
@@ -85,10 +85,10 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request.get("method") == "tools/call" and request["params"]["name"] == "hang":
-            time.sleep(600)  # in the reading thread: not even a ping is answered
+            time.sleep(60)  # in the reading thread: not even a ping is answered
         threading.Thread(target=answer, args=(request, name), daemon=True).start()
     if "--stubborn" in sys.argv:
-        time.sleep(600)
+        time.sleep(60)
 
 
 if __name__ == "__main__":

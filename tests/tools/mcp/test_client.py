@@ -287,7 +287,7 @@ named = {tool.spec.name: tool for tool in tools}
 asyncio.run(named["grandchild"].call({}))
 print(named["echo"]._shared.connection._open.link.token, flush=True)
 if sys.argv[2] == "wait":
-    time.sleep(600)
+    time.sleep(60)
 if sys.argv[2] == "raise":
     raise SystemExit(5)
 """
