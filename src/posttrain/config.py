@@ -40,6 +40,8 @@ from posttrain.runs.plan import BatchConfig, Plan, make_plan
 from posttrain.runs.plugins import check_options, options_for, resolve
 from posttrain.runs.sinks import SINKS
 from posttrain.sampler.protocol import MIN_TEMPERATURE
+from posttrain.tools.config import ToolConfig
+from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.trainer.critic import CriticConfig
 from posttrain.trainer.loading import ModelConfig
 from posttrain.trainer.optimizer import OptimizerConfig, lr_at
@@ -118,6 +120,10 @@ class EnvConfig(Section):
     @property
     def takes_retriever(self) -> bool:
         return "retriever" in options_for(self.factory, {"retriever": None})
+
+    @property
+    def takes_tools(self) -> bool:
+        return "tools" in options_for(self.factory, {"tools": None})
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -233,6 +239,10 @@ class RLConfig(Section):
     env: EnvConfig = Field(default_factory=EnvConfig)
     envs: dict[str, NamedEnvConfig] = Field(default={}, description="further envs by the names that rows give")
     retrieval: RetrievalConfig | None = None
+    tools: tuple[ToolConfig, ...] = Field(default=(), description="what the policy may call")
+    mcp: tuple[McpServerConfig, ...] = Field(
+        default=(), description="MCP servers whose tools it may call: url or command"
+    )
     reward: RewardConfig = Field(default_factory=RewardConfig)
     limits: Limits = Field(default_factory=Limits)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
@@ -252,6 +262,7 @@ class RLConfig(Section):
             _check_critic,
             _check_data,
             _check_env,
+            _check_tools,
             _check_best,
             _check_memory,
         ):
@@ -280,6 +291,7 @@ class EvalRunConfig(RLConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         _check_env(self)
+        _check_tools(self)
         return self
 
 
@@ -353,6 +365,20 @@ def _check_env(config: RLConfig) -> None:
         raise key_error(
             "retrieval", f"the env {config.env.name} takes no retriever; remove this section or choose another env"
         )
+
+
+def _check_tools(config: RLConfig) -> None:
+    given = bool(config.tools or config.mcp)
+    places = {"env": config.env, **{f"envs.{name}": env for name, env in config.envs.items()}}
+    calling = [(place, env) for place, env in places.items() if env.takes_tools]
+    for place, env in calling:
+        if not given:
+            raise key_error(place, f"{env.name} calls tools: add a `tools:` or `mcp:` section")
+        if not isinstance(env.options.get("tools", []), list | tuple):
+            raise key_error(f"{place}.options.tools", "a list of names of the `tools` section")
+    if given and not calling:
+        key = "tools" if config.tools else "mcp"
+        raise key_error(key, f"the env {config.env.name} calls no tools; remove this section or choose another env")
 
 
 def _check_best(config: RLConfig) -> None:

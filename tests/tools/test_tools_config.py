@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from posttrain.tools import ToolDefinitionError, ToolError
-from posttrain.tools.config import ToolConfig, counters_of, make_tools
+from posttrain.tools.config import ToolConfig, make_tools
 from posttrain.tools.guards import Counted
 from posttrain.trajectory import CallStatus
 
@@ -73,10 +73,10 @@ def call(tool: Counted, **arguments: Any) -> str:
 
 def test_a_location_alone_is_enough(place: str):
     tools = made(f"{place}:lookup", f"{place}:later", f"{place}:ready")
-    assert list(tools) == ["lookup", "later", "echo"]
+    assert list(tools) == ["lookup", "later", "ready"]
     assert call(tools["lookup"], word="a") == "a in none"
     assert call(tools["later"], word="b") == "b"
-    assert call(tools["echo"], x=1) == "ready{'x': 1}"
+    assert call(tools["ready"], x=1) == "ready{'x': 1}"
 
 
 def test_name_description_and_hidden_options(place: str):
@@ -92,7 +92,9 @@ def test_name_description_and_hidden_options(place: str):
 
 
 def test_a_class_takes_its_options(place: str):
-    assert call(made({"name": "e", "location": f"{place}:Echo", "options": {"prefix": "> "}})["echo"]) == "> {}"
+    entry = {"name": "say", "location": f"{place}:Echo", "options": {"prefix": "> "}, "description": "Says."}
+    tool = made(entry)["say"]
+    assert (tool.spec.name, tool.spec.description, call(tool)) == ("say", "Says.", "> {}")
     with pytest.raises(ToolDefinitionError, match=r"prefx.*Did you mean 'prefix'"):
         made({"name": "e", "location": f"{place}:Echo", "options": {"prefx": "> "}})
 
@@ -127,13 +129,17 @@ def test_a_cache_and_counters(place: str, tmp_path: Path):
     tools = made({"name": "later", "location": f"{place}:later", "cache": cache})
     call(tools["later"], word="a")
     call(tools["later"], word="a")
-    assert counters_of(tools) == {"tools/calls/later": 2, "tools/cached/later": 1, "tools/failed/later": 0}
+    counters = tools["later"].counters
+    assert (counters.calls, counters.cached, counters.failed) == (2, 1, 0)
 
 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
         ("pyton", "Did you mean 'python'"),
+        ("gogle_search", "Did you mean 'google_search'"),
+        ({"name": "google_search", "options": {"keyenv": "K"}}, "options of google_search"),
+        ({"name": "a", "use": "python", "location": "a.py:f"}, "either `use`"),
         ({"name": "x"}, "unknown tool 'x'"),
         ({"name": "python", "limts": {}}, "Extra inputs"),
         ({"name": "python", "limits": {"seconds": 0}}, "greater than 0"),
@@ -143,6 +149,15 @@ def test_a_cache_and_counters(place: str, tmp_path: Path):
 def test_a_wrong_entry_is_refused(entry: Any, words: str):
     with pytest.raises(ValidationError, match=words):
         made(entry)
+
+
+def test_built_in_tools_by_other_names(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SERPER_API_KEY", "x" * 20)
+    tools = made({"name": "search", "use": "google_search"}, {"name": "run", "use": "python"})
+    assert [tool.spec.name for tool in tools.values()] == ["search", "run"]
+    monkeypatch.delenv("SERPER_API_KEY")
+    with pytest.raises(ToolDefinitionError, match="SERPER_API_KEY"):
+        made("google_search")
 
 
 def test_what_is_no_tool_says_so(place: str):

@@ -9,6 +9,7 @@ from posttrain.envs.interaction import Interaction, InteractionEnv, Reply
 from posttrain.envs.protocol import Action, Env, Observation, Step
 from posttrain.envs.search import SEARCH_R1_PROMPT, SearchEnv, search_prompt
 from posttrain.envs.single_turn import SingleTurnEnv
+from posttrain.envs.tools import ReActEnv, ToolEnv
 
 __all__ = [
     "ENVS",
@@ -18,16 +19,20 @@ __all__ = [
     "Interaction",
     "InteractionEnv",
     "Observation",
+    "ReActEnv",
     "Reply",
     "SearchEnv",
     "SingleTurnEnv",
     "Step",
+    "ToolEnv",
     "coerce_text",
     "search_prompt",
 ]
 
 ENVS: dict[str, Callable[..., Env]] = {
     "interaction": InteractionEnv,
+    "react": ReActEnv,
     "search": SearchEnv,
     "single_turn": SingleTurnEnv,
+    "tools": ToolEnv,
 }

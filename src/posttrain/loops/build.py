@@ -18,17 +18,21 @@ from posttrain.data import TaskSet, load_tasks
 from posttrain.envs import ENVS, Env
 from posttrain.envs.protocol import check_env
 from posttrain.loops.collect import Collector, Credit
+from posttrain.loops.toolbox import close_tools, open_tools, tools_for, warm
 from posttrain.retrieval.client import HttpRetriever
 from posttrain.retrieval.config import make_retriever
 from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever
 from posttrain.rewards import Reward
 from posttrain.rewards.config import RewardConfig, load_rewards
 from posttrain.rewards.normalize import normalize_answer
+from posttrain.rewards.sandboxed import SandboxRunner
 from posttrain.rewards.scoring import check_tasks, for_evaluation
 from posttrain.rollout import RolloutSpec
 from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampler, SamplingParams
 from posttrain.task import Task
+from posttrain.tools.guards import Counted
+from posttrain.tools.protocol import Tool
 from posttrain.trainer.loading import ModelError, check_directory, model_path
 from posttrain.trainer.policy import Policy
 
@@ -43,6 +47,7 @@ class Stage:
     retriever: Retriever | None
     rewards: Mapping[str | None, Reward]
     envs: Mapping[str, Callable[..., Env]]
+    tools: Mapping[str, Counted]
 
     @property
     def tokenizer(self) -> Any:
@@ -51,6 +56,12 @@ class Stage:
     def close(self) -> None:
         for reward in self.rewards.values():
             reward.close()
+
+    async def release(self) -> None:
+        """Ends connections and processes of the world, on the event loop that used them; they open again if needed."""
+        if self.retriever is not None:
+            await self.retriever.close()
+        await close_tools(self.tools.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +84,7 @@ def load_parts(config: RLConfig) -> Parts:
         retriever=stage.retriever,
         rewards=stage.rewards,
         envs=stage.envs,
+        tools=stage.tools,
         train=train,
         eval=evaluation,
     )
@@ -135,10 +147,12 @@ class _NoSearch:
 
 def tools_of(name: str, config: RLConfig) -> Any:
     """The tool schemas of the envs called `name`; finds before anything starts when such an env cannot be made."""
+    tools = open_tools(config) if config.env_called(name).takes_tools else {}
     try:
-        env = env_maker(name, config, None if config.retrieval is None else _NoSearch())()
+        env = env_maker(name, config, None if config.retrieval is None else _NoSearch(), tools)()
         check_env(env)
         asyncio.run(env.close())
+        asyncio.run(close_tools(tools.values()))
     except ConfigError:
         raise
     except Exception as error:
@@ -163,13 +177,16 @@ def make_stage(config: RLConfig, renderer: Renderer, tasks: Sequence[Task] = ())
     """The retriever, and the rewards and envs that the config or one of the tasks names."""
     retriever = None if config.retrieval is None else make_retriever(config.retrieval, seed=config.run.seed)
     names = {config.env.name, *(task.env for task in tasks if task.env is not None)}
-    rewards = load_rewards(config.reward, (task.reward for task in tasks))
+    rewards = load_rewards(config.reward, (task.reward for task in tasks), runner=SandboxRunner())
     check_tasks(rewards, tasks)
+    tools = open_tools(config) if any(config.env_called(name).takes_tools for name in names) else {}
+    warm(tools)
     return Stage(
         renderer=renderer,
         retriever=retriever,
         rewards=rewards,
-        envs={name: env_maker(name, config, retriever) for name in sorted(names)},
+        envs={name: env_maker(name, config, retriever, tools) for name in sorted(names)},
+        tools=tools,
     )
 
 
@@ -198,8 +215,10 @@ def unscorable(answer: str) -> str | None:
     return None if normalize_answer(answer) else "normalises to nothing, so that no prediction can equal it"
 
 
-def env_maker(name: str, config: RLConfig, retriever: Retriever | None) -> Callable[..., Env]:
-    """Makes envs called `name`: the options of the config's env, the retriever for one that takes it."""
+def env_maker(
+    name: str, config: RLConfig, retriever: Retriever | None, tools: Mapping[str, Tool] | None = None
+) -> Callable[..., Env]:
+    """Makes envs called `name`: the options of the config's env, retriever and tools for one that takes them."""
     if name not in config.envs and name != config.env.name:
         resolve(ENVS, name, "env")  # for its error, which names the nearest
     env = config.env_called(name)
@@ -208,6 +227,10 @@ def env_maker(name: str, config: RLConfig, retriever: Retriever | None) -> Calla
         if retriever is None or config.retrieval is None:
             raise ConfigError([f"the env {name}, which some rows ask for, searches: add a `retrieval:` section"])
         options |= {"retriever": retriever, "top_k": config.retrieval.top_k}
+    if env.takes_tools:
+        if not tools:
+            raise ConfigError([f"the env {name}, which some rows ask for, calls tools: add a `tools:` section"])
+        options["tools"] = tools_for(env, name, tools)
     return partial(env.factory, **options)
 
 

@@ -134,8 +134,7 @@ class Chat:
         return self._runner.run(_play(task, question, spec, seed=self._config.run.seed))
 
     def close(self) -> None:
-        if self._stage.retriever is not None:
-            self._runner.run(self._stage.retriever.close())
+        self._runner.run(self._stage.release())
         self._runner.close()
         self._stage.close()
 

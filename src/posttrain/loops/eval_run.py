@@ -112,8 +112,7 @@ async def _answer(tasks: Iterable[Task], collector: Collector, stage: Stage, set
     try:
         return await evaluate(tasks, collector, settings)
     finally:
-        if stage.retriever is not None:
-            await stage.retriever.close()
+        await stage.release()
 
 
 def _counting(watch: Watch, count: int) -> Callable[[], None]:

@@ -113,8 +113,7 @@ async def _answer(
             if watch is not None:
                 watch(min(start + TASKS_AT_ONCE, len(tasks)), len(tasks))
     finally:
-        if stage.retriever is not None:
-            await stage.retriever.close()
+        await stage.release()
     return writer.report()
 
 

@@ -23,6 +23,7 @@ from posttrain.rewards.scoring import leaves
 from posttrain.rewards.service import ServiceCounters
 from posttrain.runs.metrics import Metrics
 from posttrain.task import Abstain, Invalid, Score
+from posttrain.tools.guards import Counted
 from posttrain.trajectory import Source, Trajectory
 
 WORD = re.compile(r"[^\w.-]+")
@@ -251,6 +252,21 @@ def _record_gap(metrics: Metrics, first: Update) -> None:
         metrics.record("gap/k1", gap["k1"], count=len(logprobs))
         metrics.record("gap/share_far", gap["share_far"], count=len(logprobs))
         metrics.record("gap/effective_sample_size", gap["ess"])
+
+
+def record_tools(metrics: Metrics, tools: Mapping[str, Counted]) -> None:
+    """What was called since the last time."""
+    cost: dict[str, float] = {}
+    for name, tool in tools.items():
+        taken = tool.counters.drain()
+        metrics.record(f"tools/calls/{word(name)}", taken.calls)
+        metrics.record(f"tools/cached/{word(name)}", taken.cached)
+        metrics.record(f"tools/failed/{word(name)}", taken.failed)
+        metrics.record(f"tools/seconds/{word(name)}", taken.seconds)
+        for unit, amount in taken.cost.items():
+            cost[unit] = cost.get(unit, 0.0) + amount
+    for unit, amount in cost.items():
+        metrics.record(f"tools/cost/{word(unit)}", amount)
 
 
 def word(name: str) -> str:

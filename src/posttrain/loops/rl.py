@@ -37,6 +37,7 @@ from posttrain.loops.record import (
     record_progress,
     record_rewards,
     record_rollout,
+    record_tools,
     record_updates,
 )
 from posttrain.loops.update import Update, offending_episodes, update
@@ -153,8 +154,7 @@ def train(run: Run) -> Run:
             while not run.finished:
                 _do_step(run, runner)
         finally:
-            if run.parts.retriever is not None:
-                runner.run(run.parts.retriever.close())
+            runner.run(run.parts.release())
     assert run.learner.optimizer.steps_done == run.plan.optimizer_steps, "the plan is what is executed"
     return run
 
@@ -167,6 +167,7 @@ def _do_step(run: Run, runner: asyncio.Runner) -> None:
         run.step += 1
         if run.step in run.plan.eval_steps:
             _evaluate(run, runner, metrics)
+    record_tools(metrics, run.parts.tools)
     _log(run, metrics)
     if run.step in run.plan.checkpoint_steps:
         checkpoint(run)

@@ -63,6 +63,12 @@ METRICS: dict[str, Metric] = {
     "env/calls/<name>": Metric("episode", "mean", "tool calls attempted in it"),
     "env/policy_tokens/<name>": Metric("episode", "mean", "tokens that the policy wrote in it"),
     "env/invalid/<name>": Metric("episode", "mean", "share of its episodes that broke"),
+    # tools, evaluation included
+    "tools/calls/<name>": Metric("step", "sum", "calls of a tool, those from the cache included"),
+    "tools/cached/<name>": Metric("step", "sum", "calls answered from the cache"),
+    "tools/failed/<name>": Metric("step", "sum", "calls that gave no result"),
+    "tools/seconds/<name>": Metric("step", "sum", "seconds in a tool, its waiting included", timing=True),
+    "tools/cost/<unit>": Metric("step", "sum", "what all tools cost, by unit (requests, usd, ...)"),
     # groups
     "group/count": Metric("step", "sum", "groups of the step"),
     "group/no_signal": Metric("group", "mean", "share of groups whose rewards are all equal: skipped by the update"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +13,9 @@ from posttrain.location import LocationError, did_you_mean, is_location, locate
 from posttrain.sandbox import SandboxError
 from posttrain.tools.cache import Cached, Mode
 from posttrain.tools.function import FunctionTool
-from posttrain.tools.guards import Concurrent, Counted, Deadline, RateLimited, Retrying
+from posttrain.tools.guards import Concurrent, Counted, Deadline, Described, RateLimited, Retrying
+from posttrain.tools.online.config import ONLINE, OnlineToolConfig, make_online_tool
+from posttrain.tools.online.service import NotConfigured
 from posttrain.tools.protocol import Tool
 from posttrain.tools.python import PythonTool
 from posttrain.tools.schema import ToolDefinitionError
@@ -21,6 +23,7 @@ from posttrain.tools.schema import ToolDefinitionError
 TOOLS: dict[str, Callable[..., Tool]] = {
     "python": PythonTool,
 }
+BUILT_IN = sorted({*TOOLS, *ONLINE})
 WORKERS = 2  # of a function in worker processes, when its limits do not say how many calls run at one time
 
 
@@ -50,11 +53,12 @@ class ToolLimits(BaseModel):
 
 
 class ToolConfig(BaseModel):
-    """One tool: a row of TOOLS, or the user's own."""
+    """One tool: a built-in one, or the user's own. A name or a location alone is enough."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # as the policy calls it
+    use: str | None = None  # a built-in tool that the policy shall call by another name
     location: str | None = None  # "path.py:function" or "pkg.mod:function", or of a class that is a Tool
     options: dict[str, Any] = {}  # of the tool's constructor; arguments of a function that the policy does not see
     description: str | None = None  # instead of the docstring's
@@ -71,13 +75,21 @@ class ToolConfig(BaseModel):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.location is None and self.name not in TOOLS:
-            known = ", ".join(sorted(TOOLS))
+        if self.location is not None and self.use is not None:
+            raise ValueError("give either `use`, for a built-in tool, or `location`, for your own")
+        if self.location is None and self.built_in not in BUILT_IN:
             raise ValueError(
-                f"unknown tool {self.name!r}.{did_you_mean(self.name, TOOLS)} Known: {known}. "
+                f"unknown tool {self.built_in!r}.{did_you_mean(self.built_in, BUILT_IN)} "
+                f"Known: {', '.join(BUILT_IN)}. "
                 "Your own: give its location, 'path.py:function' or 'package.module:function'"
             )
+        if self.location is None and self.built_in in ONLINE:
+            OnlineToolConfig(use=self.built_in, options=self.options)
         return self
+
+    @property
+    def built_in(self) -> str:
+        return self.use or self.name
 
 
 def make_tools(configs: Sequence[ToolConfig]) -> dict[str, Counted]:
@@ -94,14 +106,25 @@ def make_tools(configs: Sequence[ToolConfig]) -> dict[str, Counted]:
 
 def make_tool(config: ToolConfig) -> Tool:
     """The tool alone."""
-    tool = _constructed(TOOLS[config.name], config) if config.location is None else _located(config)
+    tool = _built_in(config) if config.location is None else _located(config)
     if not isinstance(tool, Tool):
         raise ToolDefinitionError(f"{config.location or config.name} gave {tool!r:.100}, which is no tool")
     if isinstance(tool, FunctionTool):
         tool.check_location()
     elif isinstance(tool, PythonTool):
         _check_sandbox(tool)
+    if (config.name, config.description or tool.spec.description) != (tool.spec.name, tool.spec.description):
+        return Described(tool, config.name, config.description)
     return tool
+
+
+def _built_in(config: ToolConfig) -> Tool:
+    if config.built_in in TOOLS:
+        return _constructed(TOOLS[config.built_in], config)
+    try:
+        return make_online_tool(OnlineToolConfig(use=config.built_in, name=config.name, options=config.options))
+    except NotConfigured as error:
+        raise ToolDefinitionError(f"tool {config.name}: {error}") from error
 
 
 def guarded(tool: Tool, config: ToolConfig) -> Counted:
@@ -172,19 +195,3 @@ def _check_sandbox(tool: PythonTool) -> None:
         tool.check()
     except SandboxError as error:
         raise ToolDefinitionError(f"tool python: {error}") from error
-
-
-def counters_of(tools: Mapping[str, Counted]) -> dict[str, float]:
-    """Metric -> value since the last time, for the metric dictionary."""
-    found: dict[str, float] = {}
-    for name, tool in tools.items():
-        taken = tool.counters.drain()
-        found |= {
-            f"tools/calls/{name}": taken.calls,
-            f"tools/cached/{name}": taken.cached,
-            f"tools/failed/{name}": taken.failed,
-        }
-        for unit, amount in taken.cost.items():
-            cost = f"tools/cost/{unit}"
-            found[cost] = found.get(cost, 0.0) + amount
-    return found

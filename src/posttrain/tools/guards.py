@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.deadline import DeadlinePassed, ends_in, within
@@ -39,6 +39,18 @@ class Guard:
 
     async def close(self) -> None:
         await self.tool.close()
+
+
+class Described(Guard):
+    """A tool under another name, or with another description."""
+
+    def __init__(self, tool: Tool, name: str, description: str | None = None) -> None:
+        super().__init__(tool)
+        self._spec = replace(tool.spec, name=name, description=description or tool.spec.description)
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
 
 
 class Deadline(Guard):

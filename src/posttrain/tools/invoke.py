@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
+from collections import Counter
 from typing import Any
 
 from posttrain.coerce import coerce_text
@@ -17,8 +18,10 @@ from posttrain.tools.secrets import redacted
 from posttrain.trajectory import CallStatus
 
 SHOWN_CHARACTERS = 500  # of what an exception says
+SHOWN_TRACEBACKS = 3  # of one tool, in each process; further ones are logged for debugging only
 
 log = logging.getLogger("posttrain")
+_shown: Counter[str] = Counter()
 
 
 def as_result(value: object) -> ToolResult:
@@ -39,7 +42,9 @@ def as_error(name: str, error: BaseException) -> ToolError | EpisodeInvalid:
     """ToolError and EpisodeInvalid as they are; all else FAILED, transient when a connection or a time-out failed."""
     if isinstance(error, ToolError | EpisodeInvalid):
         return error
-    log.debug("tool %s raised\n%s", name, redacted("".join(traceback.format_exception(error))))
+    _shown[name] += 1
+    level = logging.WARNING if _shown[name] <= SHOWN_TRACEBACKS else logging.DEBUG
+    log.log(level, "tool %s raised\n%s", name, redacted("".join(traceback.format_exception(error))))
     words = redacted(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
     message = f"{name} failed with {words[:SHOWN_CHARACTERS]}"
     return ToolError(CallStatus.FAILED, message, transient=isinstance(error, ConnectionError | TimeoutError))
