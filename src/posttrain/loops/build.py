@@ -25,7 +25,6 @@ from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever
 from posttrain.rewards import Reward
 from posttrain.rewards.config import RewardConfig, load_rewards
 from posttrain.rewards.normalize import normalize_answer
-from posttrain.rewards.sandboxed import SandboxRunner
 from posttrain.rewards.scoring import check_tasks, for_evaluation
 from posttrain.rollout import RolloutSpec
 from posttrain.sampler.native import NativeSampler, workers_for
@@ -177,7 +176,7 @@ def make_stage(config: RLConfig, renderer: Renderer, tasks: Sequence[Task] = ())
     """The retriever, and the rewards and envs that the config or one of the tasks names."""
     retriever = None if config.retrieval is None else make_retriever(config.retrieval, seed=config.run.seed)
     names = {config.env.name, *(task.env for task in tasks if task.env is not None)}
-    rewards = load_rewards(config.reward, (task.reward for task in tasks), runner=SandboxRunner())
+    rewards = load_rewards(config.reward, (task.reward for task in tasks))
     check_tasks(rewards, tasks)
     tools = open_tools(config) if any(config.env_called(name).takes_tools for name in names) else {}
     warm(tools)
