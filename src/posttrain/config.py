@@ -19,6 +19,7 @@ from pydantic import (
 
 from posttrain.algorithms import GROUP_ADVANTAGES, VALUE_TARGETS
 from posttrain.data.config import DataConfig
+from posttrain.endpoint.agent import ExternalAgent
 from posttrain.envs import ENVS, Env
 from posttrain.retrieval.config import RetrievalConfig
 from posttrain.rewards.config import RewardConfig
@@ -82,6 +83,9 @@ __all__ = [
 ]
 
 
+WORLDS: dict[str, Callable[..., Env | ExternalAgent]] = {**ENVS, "external": ExternalAgent}  # what `env.name` may be
+
+
 class RunConfig(Section):
     """Name, place, length and seed of the run."""
 
@@ -113,9 +117,9 @@ class EnvConfig(Section):
     options: dict[str, Any] = Field(default={})
 
     @property
-    def factory(self) -> Callable[..., Env]:
+    def factory(self) -> Callable[..., Env | ExternalAgent]:
         """Makes the env of one episode from `options`, and from `retriever` where `takes_retriever`."""
-        return resolve(ENVS, self.name, "env")
+        return resolve(WORLDS, self.name, "env")
 
     @property
     def takes_retriever(self) -> bool:
@@ -132,7 +136,8 @@ class EnvConfig(Section):
         except ConfigError as error:
             raise key_error("name", str(error)) from None
         if isinstance(factory, type):
-            missing = [method for method in ("reset", "step", "close") if not hasattr(factory, method)]
+            needed = () if issubclass(factory, ExternalAgent) else ("reset", "step", "close")
+            missing = [method for method in needed if not hasattr(factory, method)]
             if missing:
                 raise key_error("name", f"{self.name} lacks {', '.join(missing)}; see posttrain.envs.protocol.Env")
         try:

@@ -35,16 +35,17 @@ async def within(call: Awaitable[T], ends: float | None) -> T:
     try:
         await asyncio.wait({job}, timeout=timeout)
     except asyncio.CancelledError:
-        _leave(job)
+        leave(job)
         raise
     if job.done():
         return job.result()
-    _leave(job)
+    leave(job)
     await asyncio.wait({job}, timeout=GRACE_SECONDS)
     raise DeadlinePassed
 
 
-def _leave(job: asyncio.Future[Any]) -> None:
+def leave(job: asyncio.Future[Any]) -> None:
+    """Cancels what is still running, and does not wait for it."""
     job.cancel()
     job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no "never retrieved" warning
 

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -53,9 +53,40 @@ class Limits(BaseModel):
     cut_marker: str = "...(truncated)"  # stands where foreign text was cut, inside the token budget
 
 
+class Played(Protocol):
+    """One episode in the making. `finished` is asked once, after `play` has ended or `give_up` was called."""
+
+    async def play(self) -> None: ...
+
+    def give_up(self, reason: str, detail: str) -> None: ...
+
+    def finished(self) -> list[Trajectory]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """Which episode is to be played: everything that its randomness depends on."""
+
+    task: Task
+    group_id: str
+    sample: int
+    run_seed: int
+    step: int
+
+    @property
+    def episode_id(self) -> str:
+        return f"{self.group_id}/{self.sample}"
+
+    def seed(self, turn: int) -> int:
+        return turn_seed(self.run_seed, self.step, self.task.id, self.sample, turn)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """Everything a rollout needs besides the task. `make_env` is called once per episode."""
+    """Everything a rollout needs besides the task. `make_env` is called once per episode.
+
+    play_otherwise: who plays an episode that no env drives; None, or None for a ticket: `make_env` makes its env.
+    """
 
     make_env: Callable[[Task], Env]
     sampler: Sampler
@@ -63,6 +94,7 @@ class RolloutSpec:
     limits: Limits = field(default_factory=Limits)
     env_limits: Mapping[str, Limits] = field(default_factory=dict[str, Limits])  # instead, for tasks that name an env
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=512))
+    play_otherwise: Callable[[Ticket, RolloutSpec], Played | None] | None = None
 
     def of(self, task: Task) -> RolloutSpec:
         """With the limits that hold for `task`."""
@@ -99,10 +131,9 @@ async def rollout_group(
     """
     spec = spec.of(task)
     shared = _Shared(spec)
-    runs = [
-        _EpisodeRun(task, spec, group_id=group_id, sample=i, seed=(run_seed, step), shared=shared)
-        for i in range(first_sample, first_sample + group_size)
-    ]
+    ids = {"group_id": group_id, "run_seed": run_seed, "step": step}
+    tickets = [Ticket(task=task, sample=i, **ids) for i in range(first_sample, first_sample + group_size)]
+    runs = [_run_of(ticket, spec, shared) for ticket in tickets]
     jobs = [asyncio.create_task(run.play()) for run in runs]
     try:
         await _until_closed(jobs, spec.limits)
@@ -121,9 +152,15 @@ async def rollout_episode(
 ) -> list[Trajectory]:
     """Rolls out one episode; see `rollout_group`. More than one trajectory only if the env rewrote its history."""
     spec = spec.of(task)
-    run = _EpisodeRun(task, spec, group_id=group_id, sample=sample, seed=(run_seed, step), shared=_Shared(spec))
+    ticket = Ticket(task=task, group_id=group_id, sample=sample, run_seed=run_seed, step=step)
+    run = _run_of(ticket, spec, _Shared(spec))
     await run.play()
     return run.finished()
+
+
+def _run_of(ticket: Ticket, spec: RolloutSpec, shared: _Shared) -> Played:
+    played = None if spec.play_otherwise is None else spec.play_otherwise(ticket, spec)
+    return _EpisodeRun(ticket, spec, shared) if played is None else played
 
 
 async def _until_closed(jobs: list[asyncio.Task[None]], limits: Limits) -> None:
@@ -161,19 +198,10 @@ class _Shared:
 class _EpisodeRun:
     """One episode while it is played."""
 
-    def __init__(
-        self,
-        task: Task,
-        spec: RolloutSpec,
-        *,
-        group_id: str,
-        sample: int,
-        seed: tuple[int, int],
-        shared: _Shared,
-    ) -> None:
-        self.task, self.spec, self.limits, self.codec = task, spec, spec.limits, spec.renderer
-        self.group_id, self.sample, self.seed = group_id, sample, seed
-        self.session = f"{group_id}/{sample}"
+    def __init__(self, ticket: Ticket, spec: RolloutSpec, shared: _Shared) -> None:
+        self.task, self.spec, self.limits, self.codec = ticket.task, spec, spec.limits, spec.renderer
+        self.ticket = ticket
+        self.session = ticket.episode_id
         self.trajectories: list[Trajectory] = []
         self.invalid: Invalid | None = None
         self._shared = shared
@@ -189,7 +217,7 @@ class _EpisodeRun:
 
     def _open(self, ids: Sequence[int]) -> None:
         """Begins a trajectory with its prompt."""
-        trajectory = Trajectory(task_id=self.task.id, group_id=self.group_id, episode_id=self.session)
+        trajectory = Trajectory(task_id=self.task.id, group_id=self.ticket.group_id, episode_id=self.session)
         trajectory.add_context(ids, Source.PROMPT)
         self.trajectories.append(trajectory)
         self._rewards.append({})
@@ -289,7 +317,7 @@ class _EpisodeRun:
             stop_strings=tuple(dict.fromkeys((*env.stop_strings, *params.stop_strings))),
             stop_ids=params.stop_ids | self.codec.stop_ids,
         )
-        seed = turn_seed(*self.seed, self.task.id, self.sample, self._requests)
+        seed = self.ticket.seed(self._requests)
         self._requests += 1
         started = time.perf_counter()
         sampled = await self._sample(params, seed)
@@ -456,6 +484,7 @@ def episode_of(trajectories: Trajectory | Sequence[Trajectory], codec: TextCodec
         stop_reason=policy_turns[-1].stop_reason if policy_turns else None,
         calls=tuple(call for turn in turns for call in turn.calls),
         policy_token_count=sum(part.policy_token_count for part in parts),
+        answer=parts[-1].info.get("answer"),
         env_reward=sum(env_rewards) if env_rewards else None,
     )
 

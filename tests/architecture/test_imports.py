@@ -32,6 +32,7 @@ LAYERS = {
     "envs": 3,
     "sampler": 3,
     "rollout": 4,
+    "endpoint": 4,
     "weights": 4,
     "runs": 4,
     "config": 5,
@@ -46,6 +47,7 @@ LAYERS = {
 SIBLINGS = {
     ("trajectory", "task"),
     ("sandbox", "deadline"),
+    ("endpoint", "rollout"),
     ("loops", "cluster"),
     ("cluster", "loops"),
     ("cli", "compat"),

@@ -1,35 +1,48 @@
-"""Programs judged by tests, in the sandbox."""
+"""Programs judged by tests, in real processes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 
 from posttrain.rewards import RewardError, score
-from posttrain.rewards.code import checks_of, program_of
+from posttrain.rewards.code import Ran, RunnerError, checks_of, program_of
 from posttrain.rewards.config import RewardConfig, load_reward
 from posttrain.rewards.scoring import check_tasks
-from posttrain.task import Invalid, Score
-from sandbox.ways import WAYS
+from posttrain.task import Invalid
 
 from .episodes import episode, task
 from .servers import Reply, stub
 
-if not WAYS:
-    pytest.skip("nothing on this machine can confine a program", allow_module_level=True)
+
+class Processes:
+    """A runner for these tests: a bare process with a deadline, no isolation."""
+
+    async def run(self, program: str, *, stdin: str, seconds: float) -> Ran:
+        def work() -> Ran:
+            command = [sys.executable, "-I", "-S", "-c", program]
+            try:
+                done = subprocess.run(
+                    command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False
+                )
+            except subprocess.TimeoutExpired:
+                return Ran(None, timed_out=True)
+            return Ran(done.returncode, done.stdout, done.stderr)
+
+        return await asyncio.to_thread(work)
+
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 TESTS = ("assert add(1, 2) == 3", "assert add(0, 0) == 0")
 
 
-def judged(text, golds=TESTS, **options):
-    reward = load_reward(RewardConfig(name="code", options=options))
-    try:
-        return asyncio.run(score(reward, episode(text), task(*golds)))
-    finally:
-        reward.close()
+def judged(text, golds=TESTS, runner=None, **options):
+    reward = load_reward(RewardConfig(name="code", options=options), runner=runner or Processes())
+    return asyncio.run(score(reward, episode(text), task(*golds)))
 
 
 def test_all_tests_pass():
@@ -83,58 +96,32 @@ def test_the_last_python_block_counts():
 
 @pytest.mark.parametrize(
     ("gold", "count"),
-    [
-        ("assert f() == 1", 1),
-        ("assert f() == 1\nassert f() == 2", 2),
-        ('["assert a", "assert b"]', 2),
-        ('[{"input": "1", "output": "2"}]', 1),
-        ('{"inputs": [["1", "2"]], "outputs": [3]}', 1),
-        ('{"test_list": ["assert a", "assert b"]}', 2),
-    ],
-)
+    [("assert f() == 1", 1), ('["assert a", "assert b"]', 2), ('[{"input": "1", "output": "2"}]', 1),
+     ('{"inputs": [["1", "2"]], "outputs": [3]}', 1), ('{"test_list": ["assert a", "assert b"]}', 2)],
+)  # fmt: skip
 def test_shapes_of_tests(gold, count):
     assert len(checks_of(task(gold))) == count
 
 
 @pytest.mark.parametrize("gold", ["", "[]", '{"inputs": [1], "outputs": []}', '{"x": 1}', "[3]"])
 def test_p80_rows_without_tests_are_found_before_anything_starts(gold):
-    reward = load_reward("code")
+    reward = load_reward("code", runner=Processes())
     with pytest.raises(RewardError, match="reward code"):
         check_tasks({None: reward}, [task(gold)])
 
 
-def test_what_is_expected_never_enters_the_sandbox():
-    checks = checks_of(task("assert f(1, [2]) == {'a': (1, 2)}\nassert f(0) == -1.5"))
-    assert checks == [{"call": "f(1, [2])", "expected": {"a": (1, 2)}}, {"call": "f(0)", "expected": -1.5}]
-    assert checks_of(task("assert f(1) == g(2)")) == [{"code": "assert f(1) == g(2)"}]
-    assert checks_of(task("x = 1\nassert f(x) == 1")) == [{"code": "x = 1\nassert f(x) == 1"}]
+def test_without_a_sandbox_there_is_no_such_reward():
+    with pytest.raises(RewardError, match="needs a sandbox"):
+        load_reward("code")
 
 
-def test_a_value_that_equals_everything_is_no_success():
-    cheat = "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()"
-    assert judged(f"```python\n{cheat}\n```").value == 0
+def test_a_sandbox_that_fails_says_nothing_about_the_program():
+    class Broken:
+        async def run(self, program: str, *, stdin: str, seconds: float) -> Ran:
+            raise RunnerError("no namespaces here")
 
-
-def test_arguments_and_values_of_apps():
-    tests = json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]})
-    assert judged(ADD, (tests,)).value == 1
-
-
-def test_programs_are_confined(tmp_path):
-    secret = tmp_path / "secret.txt"
-    secret.write_text("42")
-    reads = f"```python\nprint(open({str(secret)!r}).read())\n```"
-    assert judged(reads, (json.dumps({"input": "", "output": "42"}),)).value == 0
-
-
-def test_a_sandbox_that_breaks_says_nothing_about_the_program():
-    reward = load_reward("code")
-    reward.check_task(task(*TESTS))
-    reward._sandbox.close()
-    outcome = asyncio.run(score(reward, episode(ADD), task(*TESTS)))
-    assert isinstance(outcome, Score | Invalid)
-    if isinstance(outcome, Invalid):
-        assert outcome.reason == "sandbox_failed"
+    outcome = judged(ADD, runner=Broken())
+    assert outcome == Invalid("sandbox_failed", "no namespaces here")
 
 
 def test_open_instructs_code_api():

@@ -97,6 +97,11 @@ class Renderer:
             raise ChatError("the prompt ends with an assistant message; the policy writes the next one, so drop it")
         return self.rendered(messages, tools, generation=True)
 
+    def start(self, text: str) -> list[int]:
+        """The beginning of a trajectory from bare text, with a BOS where the model has one. No template is used, and
+        what spells a control token is encoded as ordinary characters."""
+        return self._encoder.start(self.text(text))
+
     def rendered(self, messages: Sequence[Message], tools: Tools | None = None, *, generation: bool) -> list[int]:
         """A whole conversation as the template renders it at once, with or without the generation prompt."""
         if self._template is None:

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from transformers import AutoTokenizer
 
 from posttrain.chat import Renderer
-from posttrain.config import ConfigError, RLConfig, resolve
+from posttrain.config import WORLDS, ConfigError, RLConfig, resolve
 from posttrain.data import TaskSet, load_tasks
-from posttrain.envs import ENVS, Env
+from posttrain.endpoint import AgentEpisode, ExternalAgent, Host
 from posttrain.envs.protocol import check_env
 from posttrain.loops.collect import Collector, Credit
 from posttrain.loops.toolbox import close_tools, open_tools, tools_for, warm
@@ -26,7 +26,7 @@ from posttrain.rewards import Reward
 from posttrain.rewards.config import RewardConfig, load_rewards
 from posttrain.rewards.normalize import normalize_answer
 from posttrain.rewards.scoring import check_tasks, for_evaluation
-from posttrain.rollout import RolloutSpec
+from posttrain.rollout import RolloutSpec, Ticket
 from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampler, SamplingParams
 from posttrain.task import Task
@@ -45,7 +45,7 @@ class Stage:
     renderer: Renderer
     retriever: Retriever | None
     rewards: Mapping[str | None, Reward]
-    envs: Mapping[str, Callable[..., Env]]
+    envs: Mapping[str, Callable[..., Any]]  # of Env or ExternalAgent, without arguments
     tools: Mapping[str, Counted]
 
     @property
@@ -216,10 +216,10 @@ def unscorable(answer: str) -> str | None:
 
 def env_maker(
     name: str, config: RLConfig, retriever: Retriever | None, tools: Mapping[str, Tool] | None = None
-) -> Callable[..., Env]:
+) -> Callable[..., Any]:
     """Makes envs called `name`: the options of the config's env, retriever and tools for one that takes them."""
     if name not in config.envs and name != config.env.name:
-        resolve(ENVS, name, "env")  # for its error, which names the nearest
+        resolve(WORLDS, name, "env")  # for its error, which names the nearest
     env = config.env_called(name)
     options = dict(env.options)
     if env.takes_retriever:
@@ -231,6 +231,12 @@ def env_maker(
             raise ConfigError([f"the env {name}, which some rows ask for, calls tools: add a `tools:` section"])
         options["tools"] = tools_for(env, name, tools)
     return partial(env.factory, **options)
+
+
+def is_external(make: Callable[..., Any]) -> bool:
+    """Whether a maker of envs makes agents that play by themselves."""
+    factory = make.func if isinstance(make, partial) else make
+    return isinstance(factory, type) and issubclass(factory, ExternalAgent)
 
 
 def make_collector(
@@ -247,9 +253,15 @@ def training_credit(config: RLConfig) -> Credit:
 
 
 def make_spec(config: RLConfig, parts: Stage, sampler: Sampler, params: SamplingParams) -> RolloutSpec:
-    def make_env(task: Task) -> Env:
+    def make_env(task: Task) -> Any:
         return parts.envs[task.env or config.env.name]()
 
+    def play_otherwise(ticket: Ticket, spec: RolloutSpec) -> AgentEpisode | None:
+        found = agents.get(ticket.task.env or config.env.name)
+        return None if found is None else AgentEpisode(ticket, spec, *found)
+
+    made = {name: make() for name, make in parts.envs.items() if is_external(make)}
+    agents = {name: (agent, Host(agent.host, agent.port)) for name, agent in made.items()}
     return RolloutSpec(
         make_env=make_env,
         sampler=sampler,
@@ -257,6 +269,7 @@ def make_spec(config: RLConfig, parts: Stage, sampler: Sampler, params: Sampling
         limits=config.limits,
         env_limits=config.env_limits,
         params=params,
+        play_otherwise=play_otherwise if agents else None,
     )
 
 

@@ -44,9 +44,13 @@ def tagged_answer(episode: Episode) -> Answer:
 
     Exactly one pair must stand outside thoughts in the policy's last turn: more than one, or one that is not closed, is
     malformed. So answers cannot be tried by the dozen.
+    What an external agent gave as its answer is read instead, and is the answer as a whole when it holds no tags.
     """
-    text = outside_thoughts(episode.final_text)
+    given = episode.answer
+    text = outside_thoughts(episode.final_text if given is None else given)
     tags = list(_ANSWER_TAG.finditer(text))
+    if not tags and given is not None and text.strip():
+        return Answer(text.strip())
     if not tags:
         return Answer(problem="no_answer")
     if [tag[0] for tag in tags] != ["<answer>", "</answer>"]:

@@ -1,13 +1,14 @@
-"""Programs, judged by tests that run in the sandbox."""
+"""Programs, judged by tests that run in a sandbox. The sandbox is given: this module starts no process itself."""
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
@@ -15,12 +16,30 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from posttrain.rewards.answers import Answer, outside_thoughts, scored
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.service import JsonService, ServiceConfig, ServiceError
-from posttrain.sandbox import Sandbox, SandboxError, SandboxLimits, run_tests
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trajectory import Episode
 
 _BLOCK = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
-Check = dict[str, Any]  # {stdin, stdout}, {call, expected} or {code}: see posttrain.sandbox.checks
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a program ended. `exit_code` is None when it was killed."""
+
+    exit_code: int | None
+    stdout: str = ""
+    stderr: str = ""
+    timed_out: bool = False
+
+
+class RunnerError(Exception):
+    """The sandbox itself failed: this says nothing about the program."""
+
+
+class Runner(Protocol):
+    """Runs a Python program where it can do no harm. Raises RunnerError when the sandbox fails."""
+
+    async def run(self, program: str, *, stdin: str, seconds: float) -> Ran: ...
 
 
 class CodeConfig(BaseModel):
@@ -31,21 +50,23 @@ class CodeConfig(BaseModel):
     all_or_nothing: bool = Field(default=True, description="1 when every test passes, else 0; false = the share")
     max_tests: PositiveInt | None = Field(default=None, description="the first of a row; null = all")
     seconds_per_test: PositiveFloat = 10.0
-    memory_bytes: PositiveInt = 1 << 30
-    packages: bool = Field(default=False, description="whether programs may import the installed packages")
-    allow_unisolated: bool = Field(default=False, description="run programs even where nothing can confine them")
-    concurrency: PositiveInt = Field(default=2, description="programs at once")
+    concurrency: PositiveInt = 4
     url: str | None = Field(default=None, description="open-instruct's code API instead of the sandbox")
     service: ServiceConfig = ServiceConfig()
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One test: statements that must not raise, or an input and what must be printed for it."""
+
+    code: str = ""
+    stdin: str = ""
+    stdout: str | None = None
+
+
 def checks_of(task: Task) -> list[Check]:
     """From the accepted answers: `assert` statements, or JSON of a list of these, of `{"inputs": [...], "outputs":
-    [...]}` (APPS, TACO; with "fn_name" these are arguments and values), or of `[{"input": ..., "output": ...}]`.
-
-    `assert f(1) == 2` is asked as the value of `f(1)`, so that what is expected never enters the sandbox. Raises
-    ValueError.
-    """
+    [...]}` (APPS, TACO) or of `[{"input": ..., "output": ...}]`. Raises ValueError."""
     checks = [check for gold in task.ground_truth for check in _checks(_decoded(gold))]
     if not checks:
         raise ValueError(f"task {task.id!r} has no tests")
@@ -58,49 +79,46 @@ def program_of(episode: Episode) -> Answer:
     blocks = [(found[2].lower(), found[3]) for found in _BLOCK.finditer(text)]
     python = [code for language, code in blocks if language in ("python", "python3", "py")] or [c for _, c in blocks]
     if not python:
-        return Answer(problem="malformed_answer" if "```" in text else "no_answer")
+        unclosed = "```" in text
+        return Answer(problem="malformed_answer" if unclosed else "no_answer")
     return Answer(python[-1]) if python[-1].strip() else Answer(problem="empty_answer")
 
 
 class CodeReward:
-    """The tests of a row on the program that the policy wrote. The sandbox starts with the first row that needs it."""
+    """The tests of a row on the program that the policy wrote."""
 
-    def __init__(self, config: CodeConfig, name: str = "code") -> None:
+    def __init__(self, config: CodeConfig, runner: Runner | None, name: str = "code") -> None:
+        if runner is None and config.url is None:
+            raise RewardError("reward code needs a sandbox that runs programs, or options.url of a code API")
         self.name = name
         self.config = config
+        self._runner = runner
         self._service = None if config.url is None else JsonService(config.url, config.service)
-        self._sandbox: Sandbox | None = None
         self._rooms = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     def check_task(self, task: Task) -> None:
         try:
             checks_of(task)
-        except (ValueError, SyntaxError) as error:
+        except ValueError as error:
             raise RewardError(f"reward {self.name}: {error}") from error
-        if self._service is None:
-            self._box()
 
     async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
         try:
             checks = checks_of(task)[: self.config.max_tests]
-        except (ValueError, SyntaxError) as error:
-            return [Invalid("bad_ground_truth", f"task {task.id!r}: {error}")] * len(episodes)
+        except ValueError as error:
+            return [Invalid("bad_ground_truth", str(error))] * len(episodes)
         return list(await asyncio.gather(*(self._one(episode, checks) for episode in episodes)))
 
     def close(self) -> None:
-        if self._sandbox is not None:
-            self._sandbox.close()
-            self._sandbox = None
+        return None
 
     async def _one(self, episode: Episode, checks: Sequence[Check]) -> Outcome:
         answer = program_of(episode)
         if answer.problem is not None:
             return scored(self.name, answer, 0.0, None)
-        room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.concurrency))
         try:
-            async with room:
-                passed = await self._passed(answer.text, checks)
-        except SandboxError as error:
+            passed = await self._passed(answer.text, checks)
+        except RunnerError as error:
             return Invalid("sandbox_failed", str(error))
         except ServiceError as error:
             return error.as_invalid()
@@ -112,24 +130,27 @@ class CodeReward:
     async def _passed(self, program: str, checks: Sequence[Check]) -> list[bool]:
         if self._service is not None:
             return await self._ask(self._service, program, checks)
-        seconds = self.config.seconds_per_test
-        results = await run_tests(self._box(), program, checks, timeout_s=seconds)
-        return [result.passed for result in results]
+        return [await self._passes(program, check) for check in checks]
 
-    def _box(self) -> Sandbox:
-        if self._sandbox is None:
-            limits = SandboxLimits(wall_seconds=self.config.seconds_per_test, memory_bytes=self.config.memory_bytes)
-            try:
-                self._sandbox = Sandbox(
-                    limits, packages=self.config.packages, allow_unisolated=self.config.allow_unisolated
-                )
-            except SandboxError as error:
-                raise RewardError(f"reward {self.name}: {error}") from error
-        return self._sandbox
+    async def _passes(self, program: str, check: Check) -> bool:
+        """Tests that did not run to their end have not passed: a program that ends itself early prints no token."""
+        assert self._runner is not None
+        token = secrets.token_hex(16)
+        text = program if check.stdout is not None else f"{program}\n{check.code}\nprint({token!r})\n"
+        room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.concurrency))
+        async with room:
+            ran = await self._runner.run(text, stdin=check.stdin, seconds=self.config.seconds_per_test)
+        if ran.timed_out or ran.exit_code != 0:
+            return False
+        if check.stdout is None:
+            return ran.stdout.rstrip("\n").endswith(token)
+        return _lines(ran.stdout) == _lines(check.stdout)
 
     async def _ask(self, service: JsonService, program: str, checks: Sequence[Check]) -> list[bool]:
         """open-instruct: {program, tests, max_execution_time} -> {"results": [0 or 1]}."""
-        tests = [_statement(check) for check in checks]
+        tests = [check.code for check in checks]
+        if any(check.stdout is not None for check in checks):
+            raise ServiceError("service_refused", "a code API runs statements, not inputs and outputs", transient=False)
         seconds = self.config.seconds_per_test
         reply = await service.post({"program": program, "tests": tests, "max_execution_time": seconds})
         results = reply.get("results") if isinstance(reply, dict) else None
@@ -140,21 +161,15 @@ class CodeReward:
         return [result in (1, True) for result in results]
 
 
-def _statement(check: Check) -> str:
-    if "stdin" in check:
-        raise ServiceError("service_refused", "a code API runs statements, not inputs and outputs", transient=False)
-    return check["code"] if "code" in check else f"assert {check['call']} == {check['expected']!r}"
-
-
 def _checks(value: Any) -> list[Check]:
     if isinstance(value, str):
-        return _from_code(value) if value.strip() else []
+        return [Check(code=value)] if value.strip() else []
     if isinstance(value, list):
         return [check for item in value for check in _checks(item)]
     if isinstance(value, Mapping):
         for inputs, outputs in (("inputs", "outputs"), ("input", "output"), ("stdin", "stdout")):
             if inputs in value and outputs in value:
-                return _pairs(value[inputs], value[outputs], value.get("fn_name"))
+                return _pairs(value[inputs], value[outputs])
         for key in ("tests", "test", "test_list", "assert", "code"):
             if key in value:
                 return _checks(value[key])
@@ -162,30 +177,11 @@ def _checks(value: Any) -> list[Check]:
     raise ValueError(f"a test is a statement or an input with its output, got {value!r:.100}")
 
 
-def _from_code(code: str) -> list[Check]:
-    """Calls with their values where every statement is `assert CALL == LITERAL`; the code as it is otherwise."""
-    calls = [_call(node) for node in ast.parse(code).body]
-    return [call for call in calls if call is not None] if calls and None not in calls else [{"code": code}]
-
-
-def _call(node: ast.stmt) -> Check | None:
-    match node:
-        case ast.Assert(test=ast.Compare(left=ast.Call() as left, ops=[ast.Eq()], comparators=[right])):
-            try:
-                return {"call": ast.unparse(left), "expected": ast.literal_eval(right)}
-            except ValueError:
-                return None
-    return None
-
-
-def _pairs(inputs: Any, outputs: Any, function: Any) -> list[Check]:
+def _pairs(inputs: Any, outputs: Any) -> list[Check]:
     ins, outs = (value if isinstance(value, list) else [value] for value in (inputs, outputs))
     if len(ins) != len(outs):
         raise ValueError(f"{len(ins)} inputs and {len(outs)} outputs")
-    if function is not None:
-        arguments = [", ".join(map(repr, given if isinstance(given, list) else [given])) for given in ins]
-        return [{"call": f"{function}({a})", "expected": out} for a, out in zip(arguments, outs, strict=True)]
-    return [{"stdin": _text(i), "stdout": _text(o)} for i, o in zip(ins, outs, strict=True)]
+    return [Check(stdin=_text(i), stdout=_text(o)) for i, o in zip(ins, outs, strict=True)]
 
 
 def _text(value: Any) -> str:
@@ -199,3 +195,8 @@ def _decoded(text: str) -> Any:
         except ValueError:
             return text  # Python code may begin with a bracket
     return text
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without white space at their ends, and none that are empty at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -21,7 +21,7 @@ from pydantic import (
 from posttrain.location import did_you_mean, is_location, locate
 from posttrain.rewards import REWARDS
 from posttrain.rewards.cited_claims import CitedClaims, CitedClaimsConfig
-from posttrain.rewards.code import CodeConfig, CodeReward
+from posttrain.rewards.code import CodeConfig, CodeReward, Runner
 from posttrain.rewards.evolving import EvolvingConfig, EvolvingRubricReward
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction
 from posttrain.rewards.judge import JudgeConfig, JudgeReward
@@ -40,7 +40,15 @@ class Service:
     """A reward with options of its own kind: servers, models, sandboxes."""
 
     config: type[BaseModel]
-    make: Callable[[Any, str, RewardConfig], Reward]  # options, name, the section
+    make: Callable[[Any, str, Parts], Reward]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What rewards are given from outside, and what the section says for all of them."""
+
+    section: RewardConfig
+    runner: Runner | None = None
 
 
 class _NoOptions(BaseModel):
@@ -48,17 +56,17 @@ class _NoOptions(BaseModel):
 
 
 SERVICES: dict[str, Service] = {
-    "cited_claims": Service(CitedClaimsConfig, lambda config, name, _: CitedClaims(config, name)),
-    "code": Service(CodeConfig, lambda config, name, _: CodeReward(config, name)),
-    "evolving_rubric": Service(EvolvingConfig, lambda config, name, _: EvolvingRubricReward(config, name)),
-    "http": Service(RemoteConfig, lambda config, name, _: RemoteReward(config, name)),
-    "judge": Service(JudgeConfig, lambda config, name, _: JudgeReward(config, name)),
+    "cited_claims": Service(CitedClaimsConfig, lambda config, name, parts: CitedClaims(config, name)),
+    "code": Service(CodeConfig, lambda config, name, parts: CodeReward(config, parts.runner, name)),
+    "evolving_rubric": Service(EvolvingConfig, lambda config, name, parts: EvolvingRubricReward(config, name)),
+    "http": Service(RemoteConfig, lambda config, name, parts: RemoteReward(config, name)),
+    "judge": Service(JudgeConfig, lambda config, name, parts: JudgeReward(config, name)),
     "math": Service(
         _NoOptions,
-        lambda config, name, section: Maths.start(seconds=section.seconds, workers=section.workers),
+        lambda config, name, parts: Maths.start(seconds=parts.section.seconds, workers=parts.section.workers),
     ),
-    "model": Service(ModelRewardConfig, lambda config, name, _: locate(MODEL)(config, name)),
-    "rubric": Service(RubricConfig, lambda config, name, _: RubricReward(config, name)),
+    "model": Service(ModelRewardConfig, lambda config, name, parts: locate(MODEL)(config, name)),
+    "rubric": Service(RubricConfig, lambda config, name, parts: RubricReward(config, name)),
 }
 
 
@@ -131,57 +139,64 @@ def known_names() -> list[str]:
     return sorted({**REWARDS, **SERVICES})
 
 
-def load_reward(spec: RewardConfig | str | Callable[..., Any]) -> Reward:
+def load_reward(spec: RewardConfig | str | Callable[..., Any], *, runner: Runner | None = None) -> Reward:
     """A reward from a config, a name, a location ("path.py:function", "pkg.mod:function") or a function.
 
     A function given as an object runs in this process; one given by location in worker processes (see `isolate`).
-    Raises RewardError when it is not found or does not take (episode, task) and its options.
+    runner: the sandbox for `code`. Raises RewardError when it is not found or does not take (episode, task) and its
+    options.
     """
     if isinstance(spec, str):
-        return _reward(spec, {}, RewardConfig())
+        return _reward(spec, {}, Parts(RewardConfig(), runner))
     if not isinstance(spec, RewardConfig):
         function = RewardFunction(spec)
         return CustomReward(function, name=function.name, seconds=RewardConfig().seconds)
+    parts = Parts(spec, runner)
     if spec.by is not None:
-        return _routed(spec.by, spec)
+        return _routed(spec.by, parts)
     if not spec.parts:
-        return _reward(spec.name, spec.options, spec)
-    mixed = {name: Part(_reward(part.name, part.options, spec), part.weight) for name, part in spec.parts.items()}
+        return _reward(spec.name, spec.options, parts)
+    mixed = {name: Part(_reward(part.name, part.options, parts), part.weight) for name, part in spec.parts.items()}
     return Mixture(mixed, leave_out_invalid=spec.invalid_parts == "leave_out")
 
 
-def load_rewards(config: RewardConfig, names: Iterable[str | None]) -> dict[str | None, Reward]:
+def load_rewards(
+    config: RewardConfig, names: Iterable[str | None], *, runner: Runner | None = None
+) -> dict[str | None, Reward]:
     """The reward of every task: the config's for None (a task that names none), and one for each name in the data.
 
     Called with the names of all rows before anything starts, so that an unknown one is found then. A name may be
     several, joined by commas: they are summed. Raises RewardError.
     """
-    rewards: dict[str | None, Reward] = {None: load_reward(config)}
+    rewards: dict[str | None, Reward] = {None: load_reward(config, runner=runner)}
+    parts = Parts(config, runner)
     for name in sorted({name for name in names if name is not None}):
         single = [part.strip() for part in name.split(",")]
         if len(single) == 1:
-            rewards[name] = _reward(name, {}, config)
+            rewards[name] = _reward(name, {}, parts)
         else:
-            rewards[name] = Routed("reward", {part: Part(_reward(part, {}, config), 1.0) for part in single})
+            rewards[name] = Routed("reward", {part: Part(_reward(part, {}, parts), 1.0) for part in single})
     return rewards
 
 
-def _routed(config: RouteConfig, section: RewardConfig) -> Routed:
-    chosen = {pattern: Part(_reward(p.name, p.options, section), p.weight) for pattern, p in config.rewards.items()}
+def _routed(config: RouteConfig, parts: Parts) -> Routed:
+    chosen = {pattern: Part(_reward(p.name, p.options, parts), p.weight) for pattern, p in config.rewards.items()}
     if config.known_data_sets:
-        shared = {name: Part(_reward(name, {}, section), 1.0) for name in sorted(set(DATA_SETS.values()))}
-        chosen |= {pattern: shared[name] for pattern, name in DATA_SETS.items() if pattern not in chosen}
+        usable = {name for name in DATA_SETS.values() if name != "code" or parts.runner is not None}
+        shared = {name: Part(_reward(name, {}, parts), 1.0) for name in sorted(usable)}
+        chosen |= {pattern: shared[n] for pattern, n in DATA_SETS.items() if n in shared and pattern not in chosen}
     default = config.default
-    fallback = None if default is None else Part(_reward(default.name, default.options, section), default.weight)
+    fallback = None if default is None else Part(_reward(default.name, default.options, parts), default.weight)
     return Routed(config.column, chosen, fallback)
 
 
-def _reward(name: str, options: Mapping[str, Any], config: RewardConfig) -> Reward:
+def _reward(name: str, options: Mapping[str, Any], parts: Parts) -> Reward:
+    config = parts.section
     if name in REWARDS:
         return RuleReward(RewardFunction(REWARDS[name], options, name=name), name=name)
     if name in SERVICES:
         try:
-            return SERVICES[name].make(_service_options(name, options), name, config)
+            return SERVICES[name].make(_service_options(name, options), name, parts)
         except ValueError as error:
             raise RewardError(str(error)) from error
     if not is_location(name):

@@ -1,0 +1,238 @@
+"""What a request is answered with: found in the recording, held to the limits, sampled, written down, worded."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from posttrain.chat import Renderer
+from posttrain.deadline import ends_in
+from posttrain.endpoint.agent import ExternalAgent
+from posttrain.endpoint.calls import CallForm, Reading, call_id
+from posttrain.endpoint.recording import Context, Recording, Written
+from posttrain.endpoint.wire import Asked, MadeCall, Refusal, Reply
+from posttrain.rollout import RolloutSpec, Ticket
+from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.task import EpisodeInvalid
+from posttrain.trajectory import StopReason, TrajectoryError
+
+LENGTH_CODE = "context_length_exceeded"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+THINK_TAIL = 12  # tokens before a turn that are read to see whether the prompt opened a thought
+
+
+class Desk:
+    """Answers the requests of one episode, several at a time.
+
+    on_failure: told what no answer can express (a sampler that failed, a deadline): the episode ends by it.
+    ends: when the episode does, by the event loop's clock. refused_for: the limit for which the last request was.
+    """
+
+    def __init__(
+        self, ticket: Ticket, spec: RolloutSpec, agent: ExternalAgent, on_failure: Callable[[Exception], None]
+    ) -> None:
+        if not isinstance(spec.renderer, Renderer):
+            raise TypeError(f"an external agent's messages need a posttrain.chat.Renderer, got {spec.renderer!r:.80}")
+        self.ends: float | None = None
+        self.refused_for: StopReason | None = None
+        self._ticket, self._spec, self._limits, self._agent = ticket, spec, spec.limits, agent
+        self._renderer, self._form = spec.renderer, CallForm(agent.syntax, spec.renderer)
+        self.recording = Recording(ticket, self._renderer, self._form)
+        self._on_failure = on_failure
+        self._asked: Counter[str] = Counter()  # how often the same ids were to be continued
+        self._jobs: set[asyncio.Future[Any]] = set()
+        self._over = False
+
+    def close(self) -> None:
+        """Nothing is sampled for this episode any more."""
+        if self._over:
+            return
+        self._over = True
+        for job in self._jobs:
+            job.cancel()
+        for session in self.recording.sessions:
+            self._spec.sampler.release(session)
+
+    def check_open(self) -> None:
+        if self._over:
+            raise _over()
+
+    async def answer(self, asked: Asked) -> Reply:
+        """Samples, records and words what the policy says. Raises Refusal."""
+        self.check_open()
+        params, trains = self._params(asked)
+        tools = asked.tools if self._agent.show_tools and asked.tools else None
+        context = self.recording.context(asked, tools)
+        try:
+            params = self._within_limits(context, params, asked)
+            seed = self._seed(context, asked)
+            started = time.perf_counter()
+            sampled = await self._sample(context, params, seed)
+            seconds = time.perf_counter() - started
+            self.refused_for = None
+            text = self._text(asked, sampled)
+            reading = self._read(asked, context, sampled, text)
+            written = Written(sampled=sampled, seconds=seconds, records=reading.records, trains=trains)
+            thread = self.recording.commit(context, written)
+            reply = self._reply(asked, context, sampled, reading, seed)
+            self.recording.remember(asked, tools, thread, reply, text)
+            return reply
+        finally:
+            context.release()
+
+    def _params(self, asked: Asked) -> tuple[SamplingParams, bool]:
+        """How the answer is sampled, and whether it trains: only what was sampled as the run samples does."""
+        params, policy = self._spec.params, self._agent.other_sampling
+        wanted = {"temperature": asked.temperature, "top_p": asked.top_p}
+        said = {key: value for key, value in wanted.items() if value is not None}
+        other = {key: value for key, value in said.items() if abs(value - getattr(params, key)) > 1e-6}
+        if not other or policy == "ignore":
+            return params, True
+        if policy == "exclude":
+            try:
+                return replace(params, **other), False
+            except ValueError as error:
+                raise Refusal(str(error), param=next(iter(other))) from error
+        key, value = next(iter(other.items()))
+        raise Refusal(
+            f"{key}={value:g}, but the run samples with {key}={getattr(params, key):g}, and trains on the "
+            f"probabilities of that: leave {key} out, or set env.options.other_sampling to 'ignore' (the run's {key} "
+            "is used) or 'exclude' (sampled as asked, and no part of training)",
+            code="unsupported_value",
+            param=key,
+        )
+
+    def _within_limits(self, context: Context, params: SamplingParams, asked: Asked) -> SamplingParams:
+        """Bounds and stops of this call. Raises Refusal where no token is left to it."""
+        limits, length = self._limits, len(context.ids)
+        max_turns = min(self._agent.max_turns, limits.max_turns or self._agent.max_turns)
+        if self.recording.turns + len(self._jobs) >= max_turns:
+            self.refused_for = StopReason.MAX_TURNS
+            raise Refusal(f"all {max_turns} calls of this episode are used (max_turns)", code="max_turns_reached")
+        if self.recording.turns == 0 and length > limits.max_prompt_tokens:
+            limit = f"max_prompt_tokens={limits.max_prompt_tokens}"
+            raise self._break(EpisodeInvalid("prompt_too_long", f"the prompt has {length} tokens, {limit}"))
+        room = min(limits.max_turn_tokens, params.max_new_tokens, limits.max_episode_tokens - length)
+        if room <= 0:
+            self.refused_for = StopReason.CONTEXT_FULL
+            raise Refusal(
+                f"the conversation has {length} tokens; the limit is max_episode_tokens={limits.max_episode_tokens}",
+                code=LENGTH_CODE,
+                param="messages",
+            )
+        return replace(
+            params,
+            max_new_tokens=min(room, asked.max_tokens or room),
+            stop_strings=tuple(dict.fromkeys((*asked.stop, *self._stops(asked), *params.stop_strings))),
+            stop_ids=params.stop_ids | self._renderer.stop_ids | (self._form.stop_ids if asked.tools else frozenset()),
+        )
+
+    def _stops(self, asked: Asked) -> tuple[str, ...]:
+        return self._form.stop_strings if asked.tools else ()
+
+    def _seed(self, context: Context, asked: Asked) -> int:
+        """Of what is continued, and how often it was before: the order in which parallel calls come changes nothing."""
+        ids = ",".join(map(str, context.ids))
+        key = hashlib.blake2b(f"{ids}/{asked.seed}".encode(), digest_size=16).hexdigest()
+        again = self._asked[key]
+        self._asked[key] += 1
+        turn = hashlib.blake2b(f"{key}/{again}".encode(), digest_size=8).digest()
+        return self._ticket.seed(int.from_bytes(turn))
+
+    async def _sample(self, context: Context, params: SamplingParams, seed: int) -> Sampled:
+        """One answer of the sampler. What no answer can express ends the episode."""
+        ends, name = self._nearest()
+        sampler = self._spec.sampler
+        job = asyncio.ensure_future(sampler.sample(context.ids, params, seed=seed, session=context.session))
+        self._jobs.add(job)
+        try:
+            async with asyncio.timeout_at(ends) as clock:
+                sampled = await job
+        except asyncio.CancelledError:
+            if self._over:
+                raise _over() from None
+            raise
+        except Exception as error:
+            late = isinstance(error, TimeoutError) and clock.expired()
+            failure = ("timeout", f"{name} passed while sampling") if late else (
+                "sampler_error", f"{type(error).__name__}: {error}"
+            )  # fmt: skip
+            raise self._break(EpisodeInvalid(*failure)) from error
+        finally:
+            self._jobs.discard(job)
+        if sampled.stop_reason is StopReason.ABORT:
+            raise self._break(EpisodeInvalid("sampler_abort", "the sampler gave the request up"))
+        if not 1 <= len(sampled.ids) <= params.max_new_tokens:
+            detail = f"asked for 1 to {params.max_new_tokens} tokens, the sampler returned {len(sampled.ids)}"
+            raise self._break(TrajectoryError(detail))
+        return sampled
+
+    def _nearest(self) -> tuple[float | None, str]:
+        named = ((ends_in(self._limits.turn_seconds), "turn_seconds"), (self.ends, "episode_seconds"))
+        return min(((ends, name) for ends, name in named if ends is not None), default=(None, ""))
+
+    def _break(self, failure: Exception) -> Refusal:
+        """Ends the episode; the agent gets an error, and is cancelled."""
+        self._on_failure(failure)
+        return Refusal(str(failure), status=500, code="episode_failed")
+
+    def _text(self, asked: Asked, sampled: Sampled) -> str:
+        """What the policy wrote; without a stop string that the agent asked for."""
+        stopped = sampled.stop_reason is StopReason.STOP_ID
+        ids = sampled.ids[:-1] if stopped else sampled.ids
+        text = self._form.text(ids) if asked.tools else self._renderer.complete_text(ids)
+        if not asked.is_chat or sampled.stop_reason is not StopReason.STOP_STRING:
+            return text
+        stop = str(sampled.stop)
+        return text[: text.rindex(stop)] if stop in asked.stop and stop not in self._form.stop_strings else text
+
+    def _read(self, asked: Asked, context: Context, sampled: Sampled, text: str) -> Reading:
+        """The calls in the text. A thought that the prompt opened is read as one."""
+        if not asked.is_chat:
+            stop = str(sampled.stop) if sampled.stop_reason is StopReason.STOP_STRING else ""
+            return Reading(content=text[: text.rindex(stop)] if stop in asked.stop else text)
+        if not asked.may_call or not asked.tools:
+            return Reading(content=text)
+        return self._form.read(
+            text,
+            asked.tools,
+            sampled.stop_reason,
+            in_thought=self._opens_thought(context),
+            only_one=asked.one_call,
+        )
+
+    def _opens_thought(self, context: Context) -> bool:
+        return self._renderer.decode(context.ids[-THINK_TAIL:]).rstrip().endswith(THINK_OPEN)
+
+    def _reply(self, asked: Asked, context: Context, sampled: Sampled, reading: Reading, seed: int) -> Reply:
+        calls = tuple(
+            MadeCall(id=call_id(seed, number), name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+            for number, (name, arguments) in enumerate(reading.calls)
+        )
+        content, reasoning = reading.content, None
+        if self._agent.reasoning == "separate" and THINK_CLOSE in content:
+            thought, _, content = content.rpartition(THINK_CLOSE)
+            reasoning, content = thought.strip().removeprefix(THINK_OPEN).strip(), content.lstrip("\n")
+        ids = sampled.ids[:-1] if sampled.stop_reason is StopReason.STOP_ID else sampled.ids
+        shown = zip(ids, sampled.logprobs, strict=False) if asked.logprobs else ()
+        return Reply(
+            id=f"{seed:016x}",
+            content=None if calls and not content.strip() else content,
+            calls=calls,
+            reasoning=reasoning,
+            finish_reason="tool_calls" if calls else "length" if sampled.stop_reason is StopReason.LENGTH else "stop",
+            tokens=tuple((self._renderer.decode([token]), logprob) for token, logprob in shown),
+            prompt_tokens=len(context.ids),
+            cached_tokens=context.reused,
+            completion_tokens=len(sampled.ids),
+        )
+
+
+def _over() -> Refusal:
+    return Refusal("this episode is over", status=410, code="episode_over")
