@@ -200,6 +200,38 @@ def import_gguf_file(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A run directory, a checkpoint, a config file or a model.")],
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(help="The config whose limits and env.options hold.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step.")] = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the clients' API key.")] = None,
+    syntax: Annotated[str | None, typer.Option(help="How the model writes tool calls; default hermes.")] = None,
+    record: Annotated[Path | None, typer.Option(help="A folder for all conversations, token by token.")] = None,
+) -> None:
+    """Serve a model to any OpenAI client, by the endpoint that external agents are trained through."""
+    import asyncio
+
+    from posttrain.loops.serve import open_desk, served_target
+    from posttrain.loops.serve import serve as answer_all
+    from posttrain.retrieval.command import token_of
+
+    try:
+        token = token_of(token_env)
+    except ValueError as error:
+        _fail(error)
+    if record is not None:
+        record.mkdir(parents=True, exist_ok=True)
+    target = served_target(model, overrides or (), config=config, checkpoint=checkpoint)
+    desk = open_desk(target, syntax=syntax, folder=record)
+    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+        typer.echo(f"serving on {host} without a token: whoever reaches this machine can use the model", err=True)
+    asyncio.run(answer_all(desk, host, port, token=token, say=lambda url: typer.echo(f"serving at {url}", err=True)))
+
+
+@app.command()
 def serve_search(
     index: Annotated[Path, typer.Argument(help="A folder made by `posttrain index`.")],
     host: str = "127.0.0.1",

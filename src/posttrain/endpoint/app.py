@@ -38,9 +38,9 @@ class ClientGone(Exception):
 
 
 class App:
-    """An ASGI application. find: the key of a request -> who answers it; None = nobody."""
+    """An ASGI application. find: the key of a request (None: it has none) -> who answers it; None = nobody."""
 
-    def __init__(self, find: Callable[[str], Respondent | None]) -> None:
+    def __init__(self, find: Callable[[str | None], Respondent | None]) -> None:
         self._find = find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +58,7 @@ class App:
         method = scope["method"]
         if path == "/healthz":
             return await _send_json(send, 200, {"status": "ok"})
-        respondent = None if key is None else self._find(key)
+        respondent = self._find(key)
         if respondent is None:
             reason = "no API key was sent" if key is None else "this API key is of no open run: it may be over"
             raise Refusal(reason, status=401, code="invalid_api_key")

@@ -59,6 +59,11 @@ class Desk:
         for session in self.recording.sessions:
             self._spec.sampler.release(session)
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is being sampled."""
+        return not self._jobs
+
     def check_open(self) -> None:
         if self._over:
             raise _over()

@@ -82,6 +82,11 @@ class Recording:
         self.sessions: list[str] = []
         self.turns = 0
 
+    @property
+    def tokens(self) -> int:
+        """Of all conversations."""
+        return sum(len(thread.trajectory) for thread in self.threads)
+
     def empty(self) -> Trajectory:
         ticket = self._ticket
         return Trajectory(task_id=ticket.task.id, group_id=ticket.group_id, episode_id=ticket.episode_id)

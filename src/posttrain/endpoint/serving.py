@@ -113,7 +113,7 @@ class Host:
         self._bind()
         async with self._changing:
             if self._listener is None:
-                listener = Listener(App(self._open.get), *self._address)
+                listener = Listener(App(lambda key: None if key is None else self._open.get(key)), *self._address)
                 await listener.start()
                 self._listener = listener
             self._users += 1
