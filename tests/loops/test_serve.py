@@ -40,8 +40,9 @@ def test_a_model_is_served_with_a_key_and_recorded(tmp_path: Path):
             asked = {"model": "m", "max_tokens": 16, "tools": [SEARCH], "temperature": 0}
             texts = [client.chat.completions.create(messages=messages, **asked).choices[0].message for _ in range(2)]
             assert texts[0].content == texts[1].content, "temperature 0 is honoured"
-            with pytest.raises(openai.BadRequestError, match="context_length_exceeded"):
+            with pytest.raises(openai.BadRequestError, match="max_episode_tokens=1024") as caught:
                 client.chat.completions.create(messages=[{"role": "user", "content": "x " * 2000}], **asked)
+            assert caught.value.code == "context_length_exceeded"
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)

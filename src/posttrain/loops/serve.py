@@ -89,7 +89,7 @@ def open_desk(target: Target, *, syntax: str | None = None, folder: Path | None 
     options |= {"other_sampling": "exclude"} | ({} if syntax is None else {"syntax": syntax})
     context = getattr(policy.config, "max_position_embeddings", None) or MAX_TOKENS
     longest = min(config.limits.max_episode_tokens, context)
-    bounds = {"max_episode_tokens": longest, "max_prompt_tokens": longest, "max_turns": None}
+    bounds = {"max_episode_tokens": longest, "max_prompt_tokens": 1 << 30, "max_turns": None}
     limits = config.limits.model_copy(update=bounds)
     spec = RolloutSpec(
         make_env=_no_env,
