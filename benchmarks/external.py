@@ -1,6 +1,6 @@
 """An unmodified agent of the OpenAI Agents SDK, trained through the endpoint: what it learns, and what HTTP costs.
 
-    python benchmarks/external.py [--steps 15] [--seed 0] [--out runs/external]
+    python benchmarks/external.py [--steps 12] [--seed 0] [--out runs/external]
 
 Needs pip install 'posttrain[serve]' openai-agents. Ends with one JSON line.
 """
@@ -57,7 +57,7 @@ def trained(steps: int, seed: int, out: Path, *overrides: str) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/external"))
     args = parser.parse_args()
