@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from posttrain.sampler.cached_attention import CachedAttention, Chunk, ShapeProbe, SharedKeys
+from posttrain.sampler.cached_varlen import CachedVarlen
 from posttrain.sampler.decode_ahead import Columns, DecodeAhead
 from posttrain.sampler.draw import draw
 from posttrain.sampler.kv_cache import KVCache, LayerShape
@@ -27,7 +28,7 @@ from posttrain.sampler.randomness import uniforms
 from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, draw_settings, ends
 from posttrain.sampler.shared_prefix import grouping, leaders
 from posttrain.sampler.slots import Move, Slot, SlotTable, common_prefix
-from posttrain.trainer.attention import has_plain_scores
+from posttrain.trainer.attention import AttentionContext, has_plain_scores, use_varlen
 from posttrain.trainer.policy import Policy
 
 SHARE_AT_LEAST = 16  # tokens: shorter common prefixes are computed again rather than copied or waited for
@@ -68,6 +69,7 @@ class Engine:
         self.stats = SamplerStats()
         self.cache = KVCache(_layer_shapes(policy), policy.device)
         self._version = policy.version
+        self._varlen = use_varlen(policy.device, policy.dtype, policy.module)
         self._lean = lean_decoder(policy)
         self._ahead = _decode_ahead(policy, self.cache, limits.max_batch)
         self._alike = _Alike([], [], None)
@@ -359,9 +361,14 @@ class Engine:
             positions += range(start, start + count)
         packed = torch.tensor([ids, rows, positions]).to(self.cache.device, non_blocking=True)
         decoded = len(step.decode)
-        ends = [position + 1 for position in positions[:decoded]]
-        shared = self._shared_keys(step.decode, rows[:decoded])
-        attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks, shared)
+        attention: AttentionContext
+        if self._varlen:
+            singles = [Chunk(rows[i], positions[i], 1, i) for i in range(decoded)]
+            attention = CachedVarlen(self.cache, packed[1:], [*singles, *chunks])
+        else:
+            ends = [position + 1 for position in positions[:decoded]]
+            shared = self._shared_keys(step.decode, rows[:decoded])
+            attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks, shared)
         hidden = (self._lean or self.policy).hidden_states(packed[0], packed[2], attention)[0]
         self.stats.steps += 1
         self.stats.rows += decoded + len(chunks)
