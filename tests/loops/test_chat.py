@@ -46,6 +46,7 @@ def scripted(script: Any, shelf: Shelf | None = None, **sections: Any) -> Chat:
         retriever=world,
         rewards={},
         envs={"search": lambda: SearchEnv(retriever=world, max_turns=2)},
+        tools={},
     )
     config = parse_config(EvalRunConfig, SEARCHING | sections)
     return Chat(config, stage, ScriptedSampler(script, tokenizer))
