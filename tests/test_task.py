@@ -71,3 +71,10 @@ def test_a_task_cannot_be_changed_and_needs_only_id_and_prompt() -> None:
     assert task.extra == {}
     with pytest.raises(AttributeError):
         task.id = "b"  # type: ignore[misc]
+
+
+def test_rewards_of_turns_are_finite_numbers_and_none_is_nothing_earned() -> None:
+    assert Score(1.0, turns=[0.5, None, np.float32(2)]).turns == (0.5, 0.0, 2.0)  # type: ignore[list-item]
+    assert Score(1.0).turns is None
+    with pytest.raises(ValueError, match="finite"):
+        Score(1.0, turns=[math.nan])

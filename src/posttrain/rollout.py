@@ -486,15 +486,22 @@ def episode_of(trajectories: Trajectory | Sequence[Trajectory], codec: TextCodec
         policy_token_count=sum(part.policy_token_count for part in parts),
         answer=parts[-1].info.get("answer"),
         env_reward=sum(env_rewards) if env_rewards else None,
+        turn_rewards=tuple(sum((part.rewards or [])[turn.start : turn.end]) for part, turn in written_turns(parts)),
     )
+
+
+def written_turns(parts: Sequence[Trajectory]) -> list[tuple[Trajectory, Turn]]:
+    """The policy's turns that hold a token, in order: those of `Episode.policy_texts`."""
+    return [
+        (part, turn) for part in parts for turn in part.turns if turn.who is Source.POLICY and turn.end > turn.start
+    ]
 
 
 def _segments(trajectory: Trajectory, codec: TextCodec) -> list[Segment]:
     """Policy turns one by one; the context between them by runs of one source."""
     segments: list[Segment] = []
     position = 0
-    policy_turns = [turn for turn in trajectory.turns if turn.who is Source.POLICY and turn.end > turn.start]
-    for turn in policy_turns:
+    for _, turn in written_turns([trajectory]):
         segments += _context_segments(trajectory, position, turn.start, codec)
         ids = trajectory.token_ids[turn.start : turn.end]
         segments.append(Segment(Source.POLICY, _text_of(ids, turn.stop_reason, codec)))

@@ -7,7 +7,7 @@ A reward is a `Score`, an `Invalid` (something broke: the sample must not train 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,15 +34,26 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A finite reward with the named parts it was made of; `prediction` is the extracted answer (for maj@k)."""
+    """A finite reward with the named parts it was made of; `prediction` is the extracted answer (for maj@k).
+
+    `turns` rewards each turn of the policy by itself, besides `value`, which is the outcome: one number per entry of
+    `Episode.policy_texts`, None where a turn earned nothing. They replace what the env gave to its turns.
+    """
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict[str, float])
     prediction: str | None = None
+    turns: Sequence[float | None] | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
             raise ValueError(f"a Score must be finite, got {self.value}; return Invalid(reason) when scoring failed")
+        if self.turns is None:
+            return
+        turns = tuple(0.0 if turn is None else float(turn) for turn in self.turns)
+        if not all(map(math.isfinite, turns)):
+            raise ValueError(f"rewards of turns must be finite, got {turns}; None says that a turn earned nothing")
+        object.__setattr__(self, "turns", turns)  # frozen for others
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,7 @@ class Episode:
     calls: tuple[ToolCall, ...] = ()
     policy_token_count: int = 0
     env_reward: float | None = None  # sum of what the env gave; None = it gave none
+    turn_rewards: tuple[float, ...] = ()  # what the env gave to each of `policy_texts`
     answer: str | None = None  # what an external agent returned as its answer
 
     @property

@@ -38,7 +38,7 @@ def test_trajectories_come_back_equal(tmp_path: Path):
     written = [
         trajectory(reward=1.0),
         trajectory("e2", Invalid("timeout", "after 60 s")),
-        trajectory("e3", Score(0.5, {}, "Paris")),
+        trajectory("e3", Score(0.5, {}, "Paris", (0.25, None))),
         unscored,
     ]
     path = write_trajectories(tmp_path, 3, written)

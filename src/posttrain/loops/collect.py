@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from posttrain.rewards import Reward, score_group
-from posttrain.rollout import RolloutSpec, episode_of, rollout_group
+from posttrain.rewards import Reward, RewardError, score_group
+from posttrain.rollout import RolloutSpec, episode_of, rollout_group, written_turns
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trajectory import Source, Trajectory
 
@@ -41,12 +41,14 @@ class Collector:
 class Credit:
     """What lies on the tokens of an episode: the outcome at its last policy token, what the env gave at its turns.
 
-    By default the env's rewards are left out: a reward function that wants them reads `Episode.env_reward`, and then
-    its value already holds them. greedy: every group gets a greedy episode besides, which is only a baseline.
+    turns: weighs the rewards of turns, the env's or, where the reward function gives its own (`Score.turns`), these.
+    With 0 they are left out: a reward function that wants the env's reads `Episode.env_reward`, and then its value
+    already holds them; its own must not get lost, so they are an error then. None = nobody learns from them.
+    greedy: every group gets a greedy episode besides, which is only a baseline.
     """
 
     outcome: float = 1.0
-    turns: float = 0.0
+    turns: float | None = None
     greedy: bool = False
 
 
@@ -132,8 +134,16 @@ def attach_outcome(parts: Sequence[Trajectory], outcome: Outcome, credit: Credit
     """Stores the outcome on every trajectory of an episode, and its value at the episode's last policy token.
 
     With rewards of turns, the outcome's part of all rewards is kept as the stream `outcome_rewards`.
+    Raises RewardError for rewards of turns that nothing weighs.
     """
     credit = credit or Credit()
+    if isinstance(outcome, Score) and outcome.turns is not None:
+        if credit.turns == 0:
+            raise RewardError(
+                "the reward function gives rewards of turns (Score.turns), and algorithm.turn_reward_coef is 0, so "
+                "they would be lost: set it to their weight (1 = as given), or return a Score without turns"
+            )
+        _put_turn_rewards(parts, outcome.turns)
     for trajectory in parts:
         trajectory.outcome = outcome
         given = trajectory.rewards or [0.0] * len(trajectory)
@@ -150,6 +160,15 @@ def attach_outcome(parts: Sequence[Trajectory], outcome: Outcome, credit: Credit
             if credit.turns:
                 trajectory.streams["outcome_rewards"][last] = credit.outcome * outcome.value
             return
+
+
+def _put_turn_rewards(parts: Sequence[Trajectory], turns: Sequence[float | None]) -> None:
+    """Each at the last token of its turn, instead of what the env gave."""
+    for trajectory in parts:
+        trajectory.rewards = [0.0] * len(trajectory)
+    for (trajectory, turn), reward in zip(written_turns(parts), turns, strict=True):
+        assert trajectory.rewards is not None
+        trajectory.rewards[turn.end - 1] = reward or 0.0
 
 
 def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

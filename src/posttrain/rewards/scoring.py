@@ -104,7 +104,16 @@ async def score_group(reward: Reward, episodes: Sequence[Episode], task: Task) -
     outcomes = await reward.outcomes(episodes, task)
     if len(outcomes) != len(episodes):
         raise RewardError(f"reward {reward.name} returned {len(outcomes)} values for {len(episodes)} episodes")
-    return outcomes
+    return [_with_all_turns(outcome, episode) for outcome, episode in zip(outcomes, episodes, strict=True)]
+
+
+def _with_all_turns(outcome: Outcome, episode: Episode) -> Outcome:
+    """A reward for another number of turns than there are cannot be given to any."""
+    turns = outcome.turns if isinstance(outcome, Score) else None
+    if turns is None or len(turns) == len(episode.policy_texts):
+        return outcome
+    detail = f"Score.turns has {len(turns)} rewards for the {len(episode.policy_texts)} turns of Episode.policy_texts"
+    return Invalid("reward_error", detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +201,7 @@ class Mixture:
     A part that abstains leaves its weight to the others: the weights of those that answered are scaled to the same
     total size. One Invalid part makes the sample Invalid, unless `leave_out_invalid` treats it as one that abstains
     (then only a sample whose every part is Invalid or abstains is not scored). When all abstain, so does the mixture.
+    Rewards of turns are summed alike, over the parts that give some.
     Components are each part's value under its name, and the part's own components as "part/component".
     """
 
@@ -231,7 +241,14 @@ class Mixture:
         value = scale * sum(self.parts[name].weight * score.value for name, score in scores.items())
         predictions = (score.prediction for score in scores.values() if score.prediction is not None)
         missing = {f"{name}/invalid": float(name in broken) for name in self.parts if self.leave_out_invalid}
-        return Score(value, _components(scores) | missing, next(predictions, None))
+        turns = self._turns({name: score.turns for name, score in scores.items() if score.turns is not None}, scale)
+        return Score(value, _components(scores) | missing, next(predictions, None), turns)
+
+    def _turns(self, turns: Mapping[str, Sequence[float | None]], scale: float) -> list[float] | None:
+        """The weighted sum of those parts that reward turns."""
+        weights = [scale * self.parts[name].weight for name in turns]
+        columns = zip(*turns.values(), strict=True)
+        return [sum(w * (r or 0.0) for w, r in zip(weights, each, strict=True)) for each in columns] if turns else None
 
 
 def _components(scores: Mapping[str, Score]) -> dict[str, float]:

@@ -89,7 +89,10 @@ class AlgorithmConfig(Section):
     staleness_decay: float = Field(default=1.0, gt=0, le=1, description="factor per optimizer step of age")
     max_staleness: NonNegativeInt | None = Field(default=None, description="older tokens do not train")
     outcome_reward_coef: float = Field(default=1.0, description="times the reward function's value")
-    turn_reward_coef: float = Field(default=0.0, description="times what the env gave on turns; 0 = the outcome only")
+    turn_reward_coef: float = Field(
+        default=0.0,
+        description="times the rewards of turns, of the reward function or else the env; 0 = the outcome only",
+    )
     shaping: ShapingConfig = Field(default_factory=ShapingConfig)
     whiten: bool = Field(default=False, description="advantages with mean 0, variance 1 over the tokens of the step")
     dynamic_sampling: DynamicSamplingConfig | None = None

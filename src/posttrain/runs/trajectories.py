@@ -38,6 +38,7 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),  # the score; null without one
         ("components", pa.string()),
         ("prediction", pa.string()),
+        ("turn_rewards", pa.list_(pa.float64())),  # of the reward function; null where it gave none
         ("invalid_reason", pa.string()),
         ("abstain_reason", pa.string()),
         ("detail", pa.string()),
@@ -100,6 +101,7 @@ def _outcome_columns(outcome: Outcome) -> dict[str, Any]:
             "reward": outcome.value,
             "components": components,
             "prediction": outcome.prediction,
+            "turn_rewards": outcome.turns,
         }
     if isinstance(outcome, Invalid):
         return {"outcome": "invalid", "invalid_reason": outcome.reason, "detail": outcome.detail}
@@ -108,7 +110,7 @@ def _outcome_columns(outcome: Outcome) -> dict[str, Any]:
 
 def _outcome(row: dict[str, Any]) -> Outcome:
     if row["outcome"] == "score":
-        return Score(row["reward"], json.loads(row["components"]), row["prediction"])
+        return Score(row["reward"], json.loads(row["components"]), row["prediction"], row["turn_rewards"])
     if row["outcome"] == "invalid":
         return Invalid(row["invalid_reason"], row["detail"])
     return Abstain(row["abstain_reason"])
