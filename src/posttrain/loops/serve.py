@@ -83,7 +83,7 @@ def open_desk(target: Target, *, syntax: str | None = None, folder: Path | None 
     """Loads the model. syntax: of tool calls; default the config's, else hermes."""
     config = target.config
     renderer, policy = load_renderer(config), target.load_policy()
-    options = dict(config.env.options) if config.env.name == "external" else {"agent": print}
+    options: dict[str, Any] = dict(config.env.options) if config.env.name == "external" else {"agent": print}
     options |= {"other_sampling": "exclude"} | ({} if syntax is None else {"syntax": syntax})
     context = getattr(policy.config, "max_position_embeddings", None) or MAX_TOKENS
     longest = min(config.limits.max_episode_tokens, context)
