@@ -16,12 +16,14 @@ class Decoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special_ids: frozenset[int]) -> None:
         self._tokenizer: Any = tokenizer
+        self._backend: Any = self._tokenizer.backend_tokenizer
         self._special_ids = special_ids
-        self._byte_level = "ByteLevel" in repr(self._tokenizer.backend_tokenizer.decoder)
+        self._byte_level = "ByteLevel" in repr(self._backend.decoder)
 
     def text(self, ids: Sequence[int]) -> str:
         """Everything, control tokens included; a character cut in the middle shows as a replacement mark."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # the backend itself: transformers' own decode looks at every id first, which takes longer than decoding
+        return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def complete_text(self, ids: Sequence[int]) -> str:
         """Without special tokens, up to the last complete character."""
