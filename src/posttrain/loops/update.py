@@ -73,7 +73,11 @@ def _descend(
 ) -> tuple[float, StepReport]:
     """Forward and backward of every micro-batch, then one step; the loss is that of the whole mini-batch."""
     losses = accumulate_gradients(
-        lambda part: loss_of(learner, part), parts, optimizer.named.values(), workers=learner.parallel_micro_batches
+        lambda part: loss_of(learner, part),
+        parts,
+        optimizer.named.values(),
+        workers=learner.parallel_micro_batches,
+        into=optimizer.masters,
     )
     return sum(losses), optimizer.step()
 

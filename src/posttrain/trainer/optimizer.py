@@ -96,14 +96,20 @@ class Optimizer:
         """Of the next step."""
         return lr_at(self.config, self.steps_done, self.total_steps)
 
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """Of every parameter, in the order of `named`: its float32 copy, or itself. Their gradients are stepped by."""
+        return list(self._masters.values())
+
     def zero_grad(self) -> None:
-        for parameter in self.named.values():
+        for parameter in (*self.named.values(), *self._masters.values()):
             parameter.grad = None
 
     def step(self) -> StepReport:
         """Clips, updates, clears the gradients. Skips the update when the gradient norm is not finite."""
         lr = self.lr
-        norm = clip_grad_norm([p.grad for p in self.named.values() if p.grad is not None], self.config.max_grad_norm)
+        self._hand_over_gradients()
+        norm = clip_grad_norm([p.grad for p in self._masters.values() if p.grad is not None], self.config.max_grad_norm)
         skipped = not math.isfinite(norm)
         if not skipped:
             for group in self._adamw.param_groups:
@@ -143,17 +149,20 @@ class Optimizer:
             self._adamw.state[master] = state
         self.steps_done = int(tensors[STEPS_DONE].item())
 
-    def _step_masters(self) -> None:
+    def _hand_over_gradients(self) -> None:
+        """From half-precision parameters to their masters, where a backward pass left them with the parameters."""
         for name, master in self._masters.items():
             parameter = self.named[name]
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.float()
+
+    def _step_masters(self) -> None:
         self._adamw.step()
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                if master is not self.named[name]:
-                    self.named[name].copy_(master)
-                    master.grad = None
+        halves = [(self.named[name], master) for name, master in self._masters.items()]
+        halves = [(parameter, master) for parameter, master in halves if master is not parameter]
+        if halves:
+            with torch.no_grad():
+                torch._foreach_copy_(*map(list, zip(*halves, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _by_parameter(tensors: Mapping[str, Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:

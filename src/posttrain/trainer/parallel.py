@@ -20,31 +20,45 @@ Result = TypeVar("Result")
 
 
 def accumulate_gradients(
-    loss_of: Callable[[Item], Tensor], items: Sequence[Item], parameters: Iterable[nn.Parameter], *, workers: int = 1
+    loss_of: Callable[[Item], Tensor],
+    items: Sequence[Item],
+    parameters: Iterable[nn.Parameter],
+    *,
+    workers: int = 1,
+    into: Iterable[nn.Parameter] | None = None,
 ) -> list[float]:
     """Adds d sum(loss_of(item)) / d parameter to every `.grad`, in the order of `items`; returns the losses.
 
     `loss_of` runs forward and returns a scalar; with `workers > 1` it runs on other threads, several at a time, and
     must not write to anything shared. Bit-identical for every number of workers. Gradients of half-precision parameters
-    are summed in float32 and rounded once, so that many micro-batches cost no precision.
+    are summed in float32, so that many micro-batches cost no precision.
+    into: whose `.grad` the sums go to, e.g. float32 masters, spared the rounding; default the parameters themselves.
     """
     trainable = list(parameters)
+    targets = trainable if into is None else list(into)
 
-    def work(item: Item) -> tuple[float, tuple[Tensor | None, ...]]:
+    def work(item: Item) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         loss = loss_of(item)
-        return float(loss.detach()), torch.autograd.grad(loss, trainable, allow_unused=True)
+        return loss.detach(), torch.autograd.grad(loss, trainable, allow_unused=True)
 
-    losses: list[float] = []
-    sums: list[Tensor | None] = [None if p.grad is None else _wide(p.grad) for p in trainable]
+    losses: list[Tensor] = []
+    sums: list[Tensor | None] = [None if p.grad is None else _wide(p.grad) for p in targets]
     for loss, grads in in_threads(work, items, workers=workers):
         losses.append(loss)
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                total = sums[index]
-                sums[index] = _wide(grad) if total is None else total.add_(grad)
-    for parameter, total in zip(trainable, sums, strict=True):
-        parameter.grad = None if total is None else total.to(parameter.dtype)
-    return losses
+        _add(sums, grads)
+    for target, total in zip(targets, sums, strict=True):
+        target.grad = None if total is None else total.to(target.dtype)
+    return [float(loss) for loss in losses]  # only now, for it waits for a GPU
+
+
+def _add(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
+    """In place, all at once: one by one, a GPU would be done with one before the next is launched."""
+    both = [(total, grad) for total, grad in zip(sums, grads, strict=True) if total is not None and grad is not None]
+    if both:
+        torch._foreach_add_(*map(list, zip(*both, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
+    for index, grad in enumerate(grads):
+        if sums[index] is None and grad is not None:
+            sums[index] = _wide(grad)
 
 
 def threads(workers: int, name: str = "") -> ThreadPoolExecutor:
