@@ -64,8 +64,8 @@ class CachedVarlen:
 
     def _places_of(self, heads: int) -> tuple[Tensor, Tensor | None]:
         if heads not in self._places:
-            past = None if self._fresh else self._cache.places(*self._whole_past(), heads)
-            self._places[heads] = (self._cache.places(*self._new, heads), past)
+            past = None if self._fresh else self._cache.places(*self._whole_past(), heads=heads)
+            self._places[heads] = (self._cache.places(*self._new, heads=heads), past)
         return self._places[heads]
 
     def _whole_past(self) -> tuple[Tensor, Tensor]:
