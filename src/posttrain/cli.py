@@ -316,19 +316,30 @@ def chat(
     checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="eval.temperature; 0 = greedy.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, for any key of the config.")] = None,
+    task: Annotated[str | None, typer.Option(help="Play the task of the data with this id, and judge it.")] = None,
+    answer: Annotated[
+        str | None, typer.Option(help="What is right: then the reward judges, and users know it.")
+    ] = None,
+    env: Annotated[str | None, typer.Option(help="Of several envs the one that is asked.")] = None,
+    save: Annotated[Path | None, typer.Option(help="A new parquet file for the trajectories.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a model and watch it: its own words in green, what it reads dimmed, the answer highlighted."""
-    from posttrain.loops.chat import Chat
+    """Ask a model and watch it: its words in green, what it reads dimmed, its calls and what they found, the answer."""
+    from posttrain.loops.chat import Chat, check_request
     from posttrain.loops.target import find_target
 
+    check_request(question, task, env, save)
     given = [] if temperature is None else [f"eval.temperature={temperature}"]
     target = find_target(model, [*(settings or ()), *given], config=config, checkpoint=checkpoint)
-    with Chat.open(target) as opened:
-        for asked in [question] if question is not None else _questions():
-            reply = opened.ask(asked, None if as_json else partial(_print, end=""))
+    show = None if as_json else partial(_print, end="")
+    with Chat.open(target, task=task, env=env, judged=answer is not None) as opened:
+        one = question is not None or opened.task is not None
+        for asked in [question or ""] if one else _questions():
+            reply = opened.ask(asked, show, answer=answer) if opened.task is None else opened.play(opened.task, show)
             _show(as_json, reply.as_dict(), f"\n{reply.verdict}")
-    if question is not None and reply.invalid is not None:
+            if save is not None:
+                opened.save(save)
+    if one and reply.invalid is not None:
         raise typer.Exit(1)
 
 

@@ -19,9 +19,10 @@ from posttrain.config import ConfigError, EvalRunConfig, parse_config
 from posttrain.envs import SearchEnv
 from posttrain.envs.tiny_world import eval_rows
 from posttrain.loops.build import Stage
-from posttrain.loops.chat import HISTORY_REWRITTEN, Chat, Watched, task_of
+from posttrain.loops.chat import Chat, task_of
 from posttrain.loops.show import ANSWER_STYLE, STYLES
 from posttrain.loops.target import find_target
+from posttrain.loops.watch import CALL_STYLE, HISTORY_REWRITTEN, READ_STYLE, Watched
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.scripted import ScriptedSampler
 from posttrain.trajectory import Source
@@ -59,15 +60,25 @@ def test_a_question_is_answered_and_shown_piece_by_piece():
     assert [piece.plain for piece in shown] == [
         "Where is the tower?",
         "<search>tower</search>",
+        "\n  -> search(query='tower') ok",
+        "\n     read Tower",
         '\n\n<information>Doc 1(Title: "Tower") The tower is in Paris.</information>\n\n',
         "<think>so</think><answer>Paris</answer>",
+        "\n  -> answer(answer='Paris') ok",
     ]
-    assert [piece.spans[0].style for piece in shown] == [
-        STYLES[source] for source in (Source.PROMPT, Source.POLICY, Source.ENV, Source.POLICY)
+    styles = [piece.style or piece.spans[0].style for piece in shown]
+    assert styles == [
+        STYLES[Source.PROMPT],
+        STYLES[Source.POLICY],
+        CALL_STYLE,
+        READ_STYLE,
+        STYLES[Source.ENV],
+        STYLES[Source.POLICY],
+        CALL_STYLE,
     ]
-    assert shown[-1].spans[-1].style == ANSWER_STYLE
+    assert shown[-2].spans[-1].style == ANSWER_STYLE
     assert reply.answer == "Paris"
-    assert reply.verdict == f"answer: Paris (searches: 1, tokens: {len(''.join(SEARCH_THEN_ANSWER))})"
+    assert reply.verdict == f"answer: Paris (calls: 1 search, tokens: {len(''.join(SEARCH_THEN_ANSWER))})"
 
 
 def test_the_reply_as_json():
@@ -85,7 +96,7 @@ def test_several_questions_are_separate_episodes():
         shown: list[Text] = []
         first, second = chat.ask("One?", shown.append), chat.ask("Two?", shown.append)
     assert (first.answer, second.answer) == ("Paris", "Paris")
-    assert [piece.plain for piece in shown][::4] == ["One?", "Two?"]
+    assert [piece.plain for piece in shown][::7] == ["One?", "Two?"]
 
 
 def test_a_search_that_is_down_is_told_and_is_no_answer():
@@ -101,7 +112,7 @@ def test_no_answer_is_told():
     with scripted(["I do not know."] * 3) as chat:
         reply = chat.ask("Where?")
     assert reply.answer is None
-    assert reply.verdict.startswith("no answer (searches: 0")
+    assert reply.verdict.startswith("no answer (calls: 0")
 
 
 def test_rewritten_history_is_shown_as_such():
@@ -158,7 +169,8 @@ def test_asking_again_gives_the_same_reply(tiny):
     shown: list[Text] = []
     first, second = tiny.ask("Where was Zofe Sogo born?"), tiny.ask("Where was Zofe Sogo born?", shown.append)
     assert first.as_dict() == second.as_dict()
-    assert "".join(piece.plain for piece in shown) == "".join(segment.text for segment in second.episode.segments)
+    said = "".join(piece.plain for piece in shown if piece.style not in (CALL_STYLE, READ_STYLE))
+    assert said == "".join(segment.text for segment in second.episode.segments)
 
 
 def posttrain(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:

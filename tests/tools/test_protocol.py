@@ -15,6 +15,10 @@ def test_a_tool_error_is_a_failure():
         ToolError(CallStatus.OK, "fine")
 
 
+def test_its_status_may_be_written_as_text():
+    assert ToolError("timeout", "busy").status is CallStatus.TIMEOUT
+
+
 def test_a_tool_error_survives_the_way_between_processes():
     error = pickle.loads(pickle.dumps(ToolError(CallStatus.FAILED, "busy", transient=True, retry_after=3.0)))
     assert (error.status, error.message, error.transient, error.retry_after) == (CallStatus.FAILED, "busy", True, 3.0)

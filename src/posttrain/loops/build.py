@@ -172,11 +172,11 @@ def check_search(stage: Stage) -> None:
         raise ConfigError([f"the search server cannot be used: {error}; {fix}"]) from error
 
 
-def make_stage(config: RLConfig, renderer: Renderer, tasks: Sequence[Task] = ()) -> Stage:
-    """The retriever, and the rewards and envs that the config or one of the tasks names."""
+def make_stage(config: RLConfig, renderer: Renderer, tasks: Sequence[Task] = (), *, judged: bool = True) -> Stage:
+    """The retriever, and the rewards and envs that the config or one of the tasks names. judged: False = no rewards."""
     retriever = None if config.retrieval is None else make_retriever(config.retrieval, seed=config.run.seed)
     names = {config.env.name, *(task.env for task in tasks if task.env is not None)}
-    rewards = load_rewards(config.reward, (task.reward for task in tasks))
+    rewards = load_rewards(config.reward, (task.reward for task in tasks)) if judged else {}
     check_tasks(rewards, tasks)
     tools = open_tools(config) if any(config.env_called(name).takes_tools for name in names) else {}
     warm(tools)

@@ -1,137 +1,163 @@
-"""`posttrain chat`: one question, answered where a person can watch: what the policy writes, what it is shown.
+"""`posttrain chat`: a question, answered by the config's agent where a person can watch; see `loops.watch`.
 
-A `Watched` sampler stands between rollout and engine. It sees every token of the episode at the moment it is needed, so
-that turns are shown as they come, without a second way of rolling out.
+The question is put as the data would put it; or a task of the data is played, with its answer, its env and its
+simulated user, and then it is judged too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any, Self
 
-from rich.text import Text
-
-from posttrain.config import ConfigError, EvalRunConfig
+from posttrain.chat import Renderer
+from posttrain.config import WORLDS, ConfigError, EvalRunConfig, unknown_name
 from posttrain.data.config import SourceConfig, template_columns
 from posttrain.data.load import tasks_from_rows
-from posttrain.loops.build import Stage, check_search, eval_params, load_renderer, make_sampler, make_spec, make_stage
-from posttrain.loops.show import colored
+from posttrain.location import did_you_mean
+from posttrain.loops.build import (
+    Stage,
+    check_search,
+    eval_params,
+    load_part,
+    load_renderer,
+    make_sampler,
+    make_spec,
+    make_stage,
+)
+from posttrain.loops.collect import attach_outcome
 from posttrain.loops.target import Target
-from posttrain.rewards.answers import tagged_answer
-from posttrain.rollout import RolloutSpec, TextCodec, episode_of, rollout_episode
-from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
-from posttrain.task import Invalid, Task
-from posttrain.trajectory import Episode, Source, Trajectory
+from posttrain.loops.watch import Show, Watched, WatchedEnv, cited, documents_read
+from posttrain.rewards import score
+from posttrain.rewards.answers import outside_thoughts, tagged_answer
+from posttrain.rewards.scoring import for_evaluation
+from posttrain.rollout import RolloutSpec, episode_of, rollout_episode
+from posttrain.runs.trajectories import write_file
+from posttrain.sampler.protocol import Sampler
+from posttrain.task import Abstain, Invalid, Outcome, Score, Task
+from posttrain.trajectory import CallStatus, Episode, StopReason, Trajectory
 
-Show = Callable[[Text], None]
-HISTORY_REWRITTEN = "\n--- history was rewritten; the policy now sees ---\n"
+ANSWERING = ("answer", "finish")  # actions that are recorded among the calls, but ask nobody for anything
+IDS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What came of a question. `answer` is None when the policy gave none that counts."""
+    """What came of a question. `answer` is None when the policy gave none that counts; `outcome` abstains unless the
+    task has an accepted answer."""
 
     question: str
     answer: str | None
     episode: Episode
-    invalid: Invalid | None
+    outcome: Outcome
+
+    @property
+    def invalid(self) -> Invalid | None:
+        return self.outcome if isinstance(self.outcome, Invalid) else None
 
     @property
     def verdict(self) -> str:
-        """One line for people."""
+        """A line for people, one for the reward, and one for each document that the answer cites."""
         if self.invalid is not None:
             return f"invalid: {self.invalid.reason}: {self.invalid.detail}"
-        searches = sum(call.name == "search" for call in self.episode.calls)
-        used = f"(searches: {searches}, tokens: {self.episode.policy_token_count})"
-        return f"no answer {used}" if self.answer is None else f"answer: {self.answer} {used}"
+        counts = Counter(call.name for call in self.episode.calls if call.name not in ANSWERING)
+        used = ", ".join([f"calls: {n} {name}" for name, n in counts.items()] or ["calls: 0"])
+        used = f"({used}, tokens: {self.episode.policy_token_count})"
+        lines = [f"no answer {used}" if self.answer is None else f"answer: {self.answer} {used}"]
+        if isinstance(self.outcome, Score):
+            parts = "".join(f", {name} {value:g}" for name, value in self.outcome.components.items() if value)
+            lines.append(f"reward: {self.outcome.value:g}{parts}")
+        elif self.episode.env_reward is not None:
+            lines.append(f"the env gave {self.episode.env_reward:g}")
+        named = cited(self.episode)
+        return "\n".join([*lines, *(f"cited: {d.line()}" for d in documents_read(self.episode) if d.id in named)])
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
-        calls = self.episode.calls
+        episode, named = self.episode, cited(self.episode)
         return {
             "question": self.question,
             "answer": self.answer,
-            "searches": [call.arguments.get("query", "") for call in calls if call.name == "search"],
-            "calls": [{"name": c.name, "arguments": c.arguments, "status": c.status.value} for c in calls],
-            "segments": [{"source": s.source.name.lower(), "text": s.text} for s in self.episode.segments],
-            "stop_reason": None if self.episode.stop_reason is None else self.episode.stop_reason.value,
-            "policy_tokens": self.episode.policy_token_count,
+            "reward": self.outcome.value if isinstance(self.outcome, Score) else None,
+            "env_reward": episode.env_reward,
+            "searches": [call.arguments.get("query", "") for call in episode.calls if call.name == "search"],
+            "calls": [
+                {"name": c.name, "arguments": c.arguments, "status": c.status.value, "detail": c.detail}
+                for c in episode.calls
+            ],
+            "documents": [
+                {"id": d.id, "title": d.title, "url": d.url, "cited": d.id in named} for d in documents_read(episode)
+            ],
+            "segments": [{"source": s.source.name.lower(), "text": s.text} for s in episode.segments],
+            "stop_reason": None if episode.stop_reason is None else episode.stop_reason.value,
+            "policy_tokens": episode.policy_token_count,
             "invalid": None if self.invalid is None else f"{self.invalid.reason}: {self.invalid.detail}",
         }
 
 
-class Watched:
-    """A `Sampler` that passes everything on and shows it: first what is new in the context, then what was sampled."""
-
-    def __init__(self, sampler: Sampler, renderer: TextCodec, show: Show) -> None:
-        self._sampler = sampler
-        self._renderer = renderer
-        self._show = show
-        self._seen = _empty()
-
-    @property
-    def version(self) -> int:
-        return self._sampler.version
-
-    async def sample(
-        self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
-    ) -> Sampled:
-        known = self._seen.token_ids
-        if known and list(ids[: len(known)]) != known:
-            self._show(Text(HISTORY_REWRITTEN, style="dim italic"))
-            self._seen = _empty()
-        self._add_context(list(ids))
-        sampled = await self._sampler.sample(ids, params, seed=seed, session=session)
-        first = len(self._seen)
-        self._seen.add_sampled(sampled.ids, sampled.logprobs, sampled.versions)
-        self._show(colored(self._seen, self._renderer, first=first))
-        return sampled
-
-    def release(self, session: str) -> None:
-        """The episode is over, and so is what was seen of it."""
-        self._seen = _empty()
-        self._sampler.release(session)
-
-    def _add_context(self, ids: list[int]) -> None:
-        first = len(self._seen)
-        self._seen.add_context(ids[first:], Source.ENV if first else Source.PROMPT)
-        self._show(colored(self._seen, self._renderer, first=first))
-
-
-def _empty() -> Trajectory:
-    return Trajectory(task_id="", group_id="", episode_id="")
-
-
 class Chat:
-    """A model in its world, ready for questions. Use `with`; one event loop serves all questions."""
+    """A model in its world, ready for questions. Use `with`; one event loop serves all questions.
 
-    def __init__(self, config: EvalRunConfig, stage: Stage, sampler: Sampler) -> None:
+    task: of the data, where one was asked for by its id. Played trajectories are kept for `save`.
+    """
+
+    def __init__(
+        self, config: EvalRunConfig, stage: Stage, sampler: Sampler, *, task: Task | None = None, step: int = 0
+    ) -> None:
+        self.task = task
         self._config = config
         self._stage = stage
         self._sampler = sampler
+        self._step = step
+        self._played: list[Trajectory] = []
+        self._questions = 0
         self._runner = asyncio.Runner()
 
     @classmethod
-    def open(cls, target: Target) -> Self:
-        """Loads retriever and model. Raises each room's own error for what is wrong."""
-        renderer = load_renderer(target.config)
-        stage = make_stage(target.config, renderer)
+    def open(cls, target: Target, *, task: str | None = None, env: str | None = None, judged: bool = False) -> Self:
+        """Loads retriever, tools and model. Raises each room's own error for what is wrong.
+
+        task: id of a task of the data to be played. env: the one that questions are put to, where there are several.
+        judged: load the rewards, for questions that come with an answer; a task of the data is judged anyway.
+        """
+        config = target.config if env is None else _in_env(target.config, env)
+        renderer = load_renderer(config)
+        found = None if task is None else find_task(task, config, renderer)
+        known = task_of("?", config) if found is None else found
+        stage = make_stage(config, renderer, [known], judged=judged or found is not None)
         try:
             check_search(stage)
-            return cls(target.config, stage, make_sampler(target.load_policy(), stage))
+            return cls(config, stage, make_sampler(target.load_policy(), stage), task=found, step=target.step)
         except BaseException:
             stage.close()
             raise
 
-    def ask(self, question: str, show: Show | None = None) -> Reply:
-        """Plays one episode; `show` gets its text piece by piece, in colours."""
-        task = task_of(question, self._config)
+    def ask(self, question: str, show: Show | None = None, *, answer: str | None = None) -> Reply:
+        """Plays one episode; `show` gets its text piece by piece, in colours. answer: what would be right."""
+        return self.play(task_of(question, self._config, answer), show, question=question)
+
+    def play(self, task: Task, show: Show | None = None, *, question: str | None = None) -> Reply:
+        """The same for a task."""
         spec = make_spec(self._config, self._stage, self._sampler, eval_params(self._config))
         if show is not None:
-            spec = replace(spec, sampler=Watched(self._sampler, self._stage.renderer, show))
-        return self._runner.run(_play(task, question, spec, seed=self._config.run.seed))
+            spec = watched(spec, show)
+        self._questions += 1
+        parts, episode = self._runner.run(self._play(task, spec))
+        self._played += parts
+        asked = question if question is not None else str(task.prompt[-1].get("content")) if task.prompt else ""
+        outcome = parts[-1].outcome
+        open_end = "</answer>" not in self._stop_strings(task)
+        return Reply(question=asked, answer=answer_of(episode, untagged=open_end), episode=episode, outcome=outcome)
+
+    def save(self, path: Path) -> None:
+        """All trajectories so far, as a run keeps them (`runs.trajectories`)."""
+        texts = [self._stage.renderer.decode(trajectory.token_ids) for trajectory in self._played]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, self._step, self._played, texts)
 
     def close(self) -> None:
         self._runner.run(self._stage.release())
@@ -144,19 +170,87 @@ class Chat:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def _play(self, task: Task, spec: RolloutSpec) -> tuple[list[Trajectory], Episode]:
+        group = f"chat/{self._questions}"
+        parts = await rollout_episode(task, spec, group_id=group, sample=0, run_seed=self._config.run.seed, step=0)
+        episode = episode_of(parts, spec.renderer)
+        for part in parts:
+            part.info["extra"] = dict(task.extra)
+        if not isinstance(parts[-1].outcome, Invalid):
+            attach_outcome(parts, await self._judge(task, episode))
+        return parts, episode
 
-async def _play(task: Task, question: str, spec: RolloutSpec, *, seed: int) -> Reply:
-    parts = await rollout_episode(task, spec, group_id=task.id, sample=0, run_seed=seed, step=0)
-    episode, outcome = episode_of(parts, spec.renderer), parts[-1].outcome
-    return Reply(
-        question=question,
-        answer=tagged_answer(episode).text or None,
-        episode=episode,
-        invalid=outcome if isinstance(outcome, Invalid) else None,
+    async def _judge(self, task: Task, episode: Episode) -> Outcome:
+        if task is not self.task and not task.ground_truth:
+            return Abstain("a question without an accepted answer")
+        return await score(for_evaluation(self._stage.rewards[task.reward]), episode, task)
+
+    def _stop_strings(self, task: Task) -> Sequence[str]:
+        return getattr(self._stage.envs[task.env or self._config.env.name](), "stop_strings", ())
+
+
+def check_request(question: str | None, task: str | None, env: str | None, save: Path | None) -> None:
+    """Raises ConfigError for wishes that contradict each other, before a model is loaded."""
+    if task is not None and (question is not None or env is not None):
+        raise ConfigError(["--task names a task of the data, which has its own question and env; leave these out"])
+    if save is not None and save.suffix != ".parquet":
+        raise ConfigError([f"--save writes parquet, so its file must end in .parquet, got {save}"])
+    if save is not None and save.exists():
+        raise ConfigError([f"{save} is there already; choose another file for --save"])
+
+
+def watched(spec: RolloutSpec, show: Show) -> RolloutSpec:
+    """The same rollout, shown while it goes on."""
+
+    def make_env(task: Task) -> Any:
+        return WatchedEnv(spec.make_env(task), show)
+
+    return replace(spec, sampler=Watched(spec.sampler, spec.renderer, show), make_env=make_env)
+
+
+def answer_of(episode: Episode, *, untagged: bool = True) -> str | None:
+    """What the policy answered: between answer tags, as the argument of ReAct's `finish`, or (untagged) its last turn
+    as a whole where that turn calls nothing and was not cut off."""
+    if text := tagged_answer(episode).text:
+        return text
+    finish = next((c for c in reversed(episode.calls) if c.name == "finish" and c.status is CallStatus.OK), None)
+    if finish is not None:
+        return str(finish.arguments.get("answer", "")) or None
+    ended = episode.stop_reason in (StopReason.STOP_ID, StopReason.STOP_STRING)
+    return (outside_thoughts(episode.final_text).strip() or None) if untagged and ended else None
+
+
+def find_task(task_id: str, config: EvalRunConfig, renderer: Renderer) -> Task:
+    """The task of the evaluation data, else of the training data, with this id, or with an id that ends with `/` and
+    this. Raises ConfigError."""
+    known: dict[str, Task] = {}
+    for part in ("eval", "train"):
+        tasks: Iterable[Task] = load_part(config, part, renderer) if getattr(config.data, part) else ()
+        mine = {task.id: task for task in tasks}
+        alike = [task for name, task in mine.items() if name.endswith(f"/{task_id}")]
+        if task_id in mine or len(alike) == 1:
+            return mine.get(task_id) or alike[0]
+        known |= mine
+    first = ", ".join(map(repr, islice(known, IDS_SHOWN)))
+    raise ConfigError(
+        [f"the data has no task {task_id!r}.{did_you_mean(task_id, known)} It has {len(known):,}, such as {first}"]
     )
 
 
-def task_of(question: str, config: EvalRunConfig) -> Task:
+def _in_env(config: EvalRunConfig, env: str) -> EvalRunConfig:
+    """The same config, in which questions are put to the env that rows call `env`."""
+    sources = (*config.data.eval, *config.data.train)
+    names = {config.env.name, *config.envs, *(source.env for source in sources if source.env is not None)}
+    if env not in names | WORLDS.keys():
+        raise ConfigError([unknown_name("env", env, sorted(names))])
+    mine = [source for source in sources if (source.env or config.env.name) == env]
+    put = [source.model_copy(update={"env": env}) for source in mine or sources[:1]]
+    if not put:
+        put = [SourceConfig(path=("chat",), env=env)]
+    return config.model_copy(update={"data": config.data.model_copy(update={"eval": tuple(put)})})
+
+
+def task_of(question: str, config: EvalRunConfig, answer: str | None = None) -> Task:
     """The question as the first source of the evaluation data (else of the training data) would put it.
 
     Raises ConfigError when its prompt template needs more than a question.
@@ -173,7 +267,9 @@ def task_of(question: str, config: EvalRunConfig) -> Task:
         prompt_template=template,
         system_prompt=None if source is None else source.system_prompt,
         env=None if source is None else source.env,
+        reward=None if source is None else source.reward,
         ground_truth_required=False,
     )
-    (task,) = tasks_from_rows([{columns[0] if columns else "question": question}], asked)
+    row = {columns[0] if columns else "question": question} | ({} if answer is None else {"answer": answer})
+    (task,) = tasks_from_rows([row], asked)
     return task

@@ -27,8 +27,8 @@ from posttrain.loops.build import (
     prompt_limit,
     tools_of,
 )
+from posttrain.loops.chat import answer_of
 from posttrain.loops.target import Target
-from posttrain.rewards.answers import tagged_answer
 from posttrain.rollout import RolloutSpec, episode_of, rollout_group
 from posttrain.runs.rng import seed_everything
 from posttrain.task import Invalid, Task
@@ -129,7 +129,7 @@ def _lines(task: Task, trajectories: Sequence[Trajectory], spec: RolloutSpec) ->
             "id": task.id,
             "sample": number,
             "prompt": list(task.prompt),
-            "answer": tagged_answer(episode).text or episode.final_text.strip(),
+            "answer": answer_of(episode, untagged=False) or episode.final_text.strip(),
             "turns": [{"by": segment.source.name.lower(), "text": segment.text} for segment in said],
             "calls": [
                 {"name": call.name, "arguments": call.arguments, "status": call.status.value} for call in episode.calls

@@ -57,9 +57,13 @@ def write_trajectories(
     folder: Path, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str] | None = None
 ) -> Path:
     """Writes `step-NNNNNN.parquet` in one piece, replacing an earlier one. texts: one per trajectory."""
+    return write_file(step_file(folder, step), step, trajectories, texts)
+
+
+def write_file(path: Path, step: int, trajectories: Sequence[Trajectory], texts: Sequence[str] | None = None) -> Path:
+    """The same, to a file of any name."""
     decoded = list(texts) if texts is not None else [None] * len(trajectories)
     rows = [_row(step, one, text) for one, text in zip(trajectories, decoded, strict=True)]
-    path = step_file(folder, step)
     draft = path.with_name(f".{path.name}.draft")
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), draft, compression="zstd")
     sync_file(draft)

@@ -24,7 +24,7 @@ class ToolError(Exception):
 
     def __init__(
         self,
-        status: CallStatus,
+        status: CallStatus | str,
         message: str,
         *,
         transient: bool = False,
@@ -33,7 +33,7 @@ class ToolError(Exception):
         if status not in FAILURES:
             raise ValueError(f"a ToolError is one of {', '.join(sorted(FAILURES))}, got {status}")
         super().__init__(message)
-        self.status = status
+        self.status = CallStatus(status)
         self.message = message
         self.transient = transient
         self.retry_after = retry_after
