@@ -6,8 +6,10 @@ A reward is a `Score`, an `Invalid` (something broke: the sample must not train 
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,43 @@ class Task:
     env: str | None = None
     reward: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def validate(
+        self, judge: Judge, *, answers: Sequence[str] | None = None, wrong: Sequence[str] = ("",), full: float = 1.0
+    ) -> None:
+        """Raises GoldRefused unless every accepted answer gets the full reward and no wrong one does. Without a model.
+
+        judge(answer, task): what an episode is worth in which the policy gives `answer`: a number or an outcome, now or
+        awaited. `posttrain.envs.trial.trial` makes one of reward and env. answers: instead of `ground_truth`, where
+        that is no answer (a target, a rubric). In an event loop await `verdicts` instead.
+        """
+        right = self.ground_truth if answers is None else tuple(answers)
+        if not right:
+            raise GoldRefused(f"task {self.id} has no accepted answer: say answers=[...]")
+        found = asyncio.run(self.verdicts(judge, (*right, *wrong)))
+        for answer in right:
+            outcome = found[answer]
+            if not (isinstance(outcome, Score) and outcome.value >= full):
+                raise GoldRefused(f"task {self.id}: the accepted answer {answer!r} got {_shown(outcome)}, not {full:g}")
+        for answer in wrong:
+            outcome = found[answer]
+            if answer not in right and isinstance(outcome, Score) and outcome.value >= full:
+                raise GoldRefused(f"task {self.id}: the wrong answer {answer!r} got {_shown(outcome)}")
+
+    async def verdicts(self, judge: Judge, answers: Sequence[str] | None = None) -> dict[str, Outcome]:
+        """Answer -> what the judge says of it; the accepted answers when none are given."""
+        found: dict[str, Outcome] = {}
+        for answer in self.ground_truth if answers is None else answers:
+            said = judge(answer, self)
+            found[answer] = as_outcome(await said if inspect.isawaitable(said) else said)
+        return found
+
+
+Judge = Callable[[str, Task], Any]
+
+
+class GoldRefused(AssertionError):
+    """A task whose accepted answers do not get the full reward, or whose wrong ones do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +147,10 @@ def _as_float(value: object) -> float:
     raise TypeError(
         f"a reward must be a number, Score, Invalid, Abstain or None; got {type(value).__name__}: {value!r:.200}"
     )
+
+
+def _shown(outcome: Outcome) -> str:
+    if isinstance(outcome, Score):
+        return f"{outcome.value:g}"
+    detail = f": {outcome.detail[-400:]}" if isinstance(outcome, Invalid) and outcome.detail else ""
+    return f"{type(outcome).__name__} ({outcome.reason}{detail})"

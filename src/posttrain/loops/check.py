@@ -20,12 +20,12 @@ from posttrain.data import TaskSet
 from posttrain.envs import Env
 from posttrain.loops.build import Stage, load_part, load_renderer, make_spec, make_stage, training_params
 from posttrain.rewards import Reward, score
-from posttrain.rewards.audit import TAGGED, Audit, audit, frame_of, written
+from posttrain.rewards.audit import ACCEPTED_TRIED, TAGGED, Audit, audit, frame_of, written
 from posttrain.rewards.config import RewardConfig
 from posttrain.rewards.scoring import for_evaluation, leaves
 from posttrain.rollout import episode_of, rollout_group
 from posttrain.sampler.scripted import ScriptedSampler
-from posttrain.task import Invalid, Score, Task
+from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trainer.loading import ModelError
 
 TAG = re.compile(r"</?([A-Za-z_][\w-]*)>")
@@ -98,7 +98,7 @@ async def _check(config: RLConfig, stage: Stage, tasks: Sequence[Task], frame: s
         return Check(played=0, reached=0, audit=None, problems=tuple(lint_problems), notes=tuple(notes))
     full = config.eval.right_from
     played = [task for task in tasks if task.ground_truth][:PLAYED]
-    failed = [text for task in played if (text := await _play(config, stage, task, reward_of(task), frame)) is not None]
+    failed = [text for task in played if (text := await _refused(config, stage, task, reward_of(task), frame))]
     found = await audit(tasks, reward_of, frame=frame, accept_from=full)
     problems = [*lint_problems, *_audit_problems(found)]
     if failed:
@@ -141,21 +141,25 @@ def _tasks(config: RLConfig, renderer: Any) -> TaskSet:
     raise ConfigError(["there is nothing to check: set data.train or data.eval"])
 
 
-async def _play(config: RLConfig, stage: Stage, task: Task, reward: Reward, frame: str) -> str | None:
-    """Why the accepted answer does not get the full reward; None when it does."""
-    text = frame.format(answer=written(task.ground_truth[0]))
-    sampler = ScriptedSampler(lambda call: text, stage.tokenizer)
-    spec = make_spec(config, stage, sampler, training_params(config))
-    found = await rollout_group(task, spec, group_id="check", group_size=1, run_seed=0, step=0)
-    outcome = found[-1].outcome
-    episode = episode_of(found, stage.renderer)
-    if not isinstance(outcome, Invalid):
-        outcome = await score(reward, episode, task)
-    if isinstance(outcome, Score) and outcome.value >= config.eval.right_from:
-        return None
-    said = f"{outcome.value:g}" if isinstance(outcome, Score) else f"{type(outcome).__name__}: {outcome.reason}"
-    cut = " (the turn was cut by limits.max_turn_tokens)" if episode.stop_reason == "length" else ""
-    return f"task {task.id} with {text!r:.160} got {said}{cut}"
+async def _refused(config: RLConfig, stage: Stage, task: Task, reward: Reward, frame: str) -> str:
+    """Why an accepted answer of the task does not get the full reward in a real rollout; "" when all do."""
+    written_as: dict[str, tuple[str, str]] = {}  # answer -> the turn, and whether it was cut
+
+    async def judge(answer: str, task: Task) -> Outcome:
+        text = frame.format(answer=written(answer))
+        spec = make_spec(config, stage, ScriptedSampler(lambda call: text, stage.tokenizer), training_params(config))
+        found = await rollout_group(task, spec, group_id="check", group_size=1, run_seed=0, step=0)
+        episode, outcome = episode_of(found, stage.renderer), found[-1].outcome
+        cut = " (the turn was cut by limits.max_turn_tokens)" if episode.stop_reason == "length" else ""
+        written_as[answer] = (text, cut)
+        return outcome if isinstance(outcome, Invalid) else await score(reward, episode, task)
+
+    for answer, outcome in (await task.verdicts(judge, task.ground_truth[:ACCEPTED_TRIED])).items():
+        if not (isinstance(outcome, Score) and outcome.value >= config.eval.right_from):
+            said = f"{outcome.value:g}" if isinstance(outcome, Score) else f"{type(outcome).__name__}: {outcome.reason}"
+            text, cut = written_as[answer]
+            return f"task {task.id} with {text!r:.160} got {said}{cut}"
+    return ""
 
 
 def lint_tags(tasks: Sequence[Task], env: Env | None, frame: str) -> tuple[list[str], list[str]]:
