@@ -1,20 +1,24 @@
 """What every sampler must do, whatever engine is behind it. A test class per sampler derives from `SamplerContract`
-and says how to make one; adapters of other engines reuse it."""
+and says how to make one; adapters of other engines reuse it. `ModelSamplerContract` adds what those must do that run a
+policy known to the trainer: its log-probs, its temperature, its versions."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
+from posttrain.sampler.draw import truncate
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
+from posttrain.trainer.policy import Policy
 from posttrain.trajectory import Source, StopReason, Trajectory
 
-from .tiny import together
+from .tiny import Played, gap, play, prompt, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +129,147 @@ class SamplerContract:
             return await kept
 
         assert asyncio.run(main()).ids == alone.ids
+
+    def test_many_requests_at_once_are_all_answered(self, case: Case) -> None:
+        params = SamplingParams(max_new_tokens=3, stop_ids=frozenset({case.end_id}))
+        prompts = [case.prompt[: 1 + i % len(case.prompt)] for i in range(70)]
+        sampled = together(*(case.sampler.sample(ids, params, seed=i) for i, ids in enumerate(prompts)))
+        assert [1 <= len(s.ids) <= 3 for s in sampled] == [True] * 70
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCase(Case):
+    """sampler: of `policy`, and truncating as asked. update: other weights and the next version, in both."""
+
+    policy: Policy
+    update: Callable[[], None]
+    tolerance: float = 1e-5
+    max_context: int = 512
+
+    def logits(self, ids: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
+        """[n, V] float32 of the distributions that `sampled` came from, by the plain model."""
+        module = self.policy.module
+        module.set_attn_implementation("eager")
+        try:
+            with torch.no_grad():
+                logits = module(input_ids=torch.tensor([[*ids, *sampled]]), use_cache=False).logits[0]
+        finally:
+            module.set_attn_implementation("posttrain")
+        return logits[len(ids) - 1 : -1].float()
+
+
+class ModelSamplerContract(SamplerContract):
+    """Derive, and override `make` with a `ModelCase`."""
+
+    @pytest.fixture
+    def model(self, case: Case) -> ModelCase:
+        assert isinstance(case, ModelCase)
+        return case
+
+    @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+    def test_logprobs_are_the_trainers_at_every_temperature_and_turn(self, model: ModelCase, temperature: float):
+        params = SamplingParams(max_new_tokens=9, temperature=temperature)
+        later = [prompt(5), prompt(38, seed=1)]
+        episodes = [
+            play(model.sampler, prompt(4 + 9 * i), params, seed=i, session=f"e{i}", observations=later)
+            for i in range(6)
+        ]
+        assert gap(model.policy, together(*episodes), temperature) < model.tolerance
+
+    def test_greedy_takes_the_best_token_and_gives_its_logprob_at_temperature_one(self, model: ModelCase) -> None:
+        params = SamplingParams(max_new_tokens=12, temperature=0)
+        first, second = self.turns(model, params, seeds=[1, 2])
+        assert first.ids == second.ids
+        logprobs = model.logits(model.prompt, first.ids).log_softmax(-1)
+        assert logprobs.argmax(-1).tolist() == first.ids
+        assert first.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=model.tolerance)
+
+    @pytest.mark.parametrize(("top_p", "top_k"), [(0.6, 0), (1.0, 5), (0.5, 20)])
+    def test_truncated_samples_have_the_logprobs_of_the_truncated_distribution(
+        self, model: ModelCase, top_p: float, top_k: int
+    ) -> None:
+        params = SamplingParams(max_new_tokens=6, temperature=0.8, top_p=top_p, top_k=top_k)
+        for sampled in self.turns(model, params, seeds=range(6)):
+            logits = model.logits(model.prompt, sampled.ids) / 0.8
+            ks = None if not top_k else torch.full((len(logits), 1), top_k)
+            ps = None if top_p == 1 else torch.full((len(logits), 1), top_p)
+            expected = truncate(logits, ks, ps).log_softmax(-1).gather(-1, torch.tensor(sampled.ids)[:, None])[:, 0]
+            assert sampled.logprobs == pytest.approx(expected.tolist(), abs=model.tolerance)
+
+    def test_seeds_draw_from_the_models_distribution(self, model: ModelCase) -> None:
+        count = 600
+        sampled = self.turns(model, SamplingParams(max_new_tokens=1, temperature=0.5), seeds=range(count))
+        probs = (model.logits(model.prompt, [0])[0] / 0.5).double().softmax(-1)
+        drawn = torch.bincount(torch.tensor([s.ids[0] for s in sampled]), minlength=len(probs))
+        often = probs * count > 5
+        rest = [drawn[~often].sum(), probs[~often].sum() * count]
+        chi = ((drawn[often] - probs[often] * count) ** 2 / (probs[often] * count)).sum()
+        chi = chi + (rest[0] - rest[1]) ** 2 / rest[1]
+        assert often.sum() >= 5
+        assert chi < often.sum() + 5 * (2 * often.sum()) ** 0.5
+
+    def test_a_session_changes_no_result(self, model: ModelCase) -> None:
+        params = SamplingParams(max_new_tokens=7)
+        later = [prompt(40, seed=2), prompt(3, seed=3)]
+        kept, forgotten = together(
+            play(model.sampler, prompt(70), params, seed=1, session="kept", observations=later),
+            play(model.sampler, prompt(70), params, seed=1, observations=later),
+        )
+        assert kept.sampled_ids == forgotten.sampled_ids
+
+    def test_a_request_cancelled_in_the_middle_leaves_the_others_alone(self, model: ModelCase) -> None:
+        params = SamplingParams(max_new_tokens=60)
+        alone = self.turns(model, params, seeds=[1])[0]
+
+        async def main() -> Sampled:
+            doomed = asyncio.create_task(model.sampler.sample(model.prompt, params, seed=0))
+            kept = asyncio.create_task(model.sampler.sample(model.prompt, params, seed=1))
+            await asyncio.sleep(0.01)
+            doomed.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await doomed
+            return await kept
+
+        assert asyncio.run(main()).ids == alone.ids
+
+    def test_new_weights_between_turns_are_used_and_stamped(self, model: ModelCase) -> None:
+        """What was cached under the old weights is not mixed in."""
+        params = SamplingParams(max_new_tokens=6)
+
+        async def main() -> tuple[Played, Played, int]:
+            before = await play(model.sampler, prompt(70), params, seed=5, session="a")
+            version = model.sampler.version
+            model.update()
+            after = Played(before.ids + prompt(4))
+            sampled = await model.sampler.sample(after.ids, params, seed=6, session="a")
+            after.turns.append((len(after.ids), sampled))
+            after.ids = after.ids + sampled.ids
+            return before, after, version
+
+        before, after, version = asyncio.run(main())
+        assert before.turns[0][1].versions == [version] * 6
+        assert after.turns[0][1].versions == [version + 1] * 6
+        assert model.sampler.version == model.policy.version == version + 1
+        assert gap(model.policy, [after]) < model.tolerance
+        assert gap(model.policy, [before]) > 100 * model.tolerance, "the update changed nothing: the case is badly made"
+
+    def test_prompts_that_cannot_be_served_are_refused_and_harm_nobody(self, model: ModelCase) -> None:
+        params = SamplingParams(max_new_tokens=2)
+        wrong = [[10**6], [-1], [1] * model.max_context]
+
+        async def main() -> list[Any]:
+            prompts = [model.prompt, *wrong]
+            return list(
+                await asyncio.gather(
+                    *(model.sampler.sample(ids, params, seed=0) for ids in prompts), return_exceptions=True
+                )
+            )
+
+        served, *refused = asyncio.run(main())
+        assert len(served.ids) == 2
+        assert all(isinstance(error, ValueError) for error in refused)
+
+    def test_a_turn_ends_with_length_where_the_context_does(self, model: ModelCase) -> None:
+        ids = (model.prompt * model.max_context)[: model.max_context - 3]
+        sampled = together(model.sampler.sample(ids, SamplingParams(max_new_tokens=50), seed=0))[0]
+        assert (len(sampled.ids), sampled.stop_reason) == (3, StopReason.LENGTH)

@@ -9,14 +9,28 @@ from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.trajectory import StopReason
 
-from .contract import Case, SamplerContract
-from .tiny import CONFIGS, END, PAD, VOCABULARY, Played, gap, play, policy, prompt, together, tokenizer
+from .contract import Case, ModelCase, ModelSamplerContract
+from .tiny import CONFIGS, END, PAD, VOCABULARY, Played, changed, gap, play, policy, prompt, together, tokenizer
 
 
-class TestContract(SamplerContract):
+class TestContract(ModelSamplerContract):
     def make(self) -> Case:
-        sampler = NativeSampler(policy(), tokenizer())
-        return Case(sampler=sampler, tokenizer=tokenizer(), prompt=prompt(9), end_id=END, stop_string="a", reach=200)
+        model = policy()
+
+        def update() -> None:
+            changed(model, 1.05)
+            model.version += 1
+
+        return ModelCase(
+            sampler=NativeSampler(model, tokenizer(), truncation="allow"),
+            tokenizer=tokenizer(),
+            prompt=prompt(9),
+            end_id=END,
+            stop_string="a",
+            reach=200,
+            policy=model,
+            update=update,
+        )
 
 
 def params(tokens: int = 8, **options: object) -> SamplingParams:

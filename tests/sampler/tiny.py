@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "pad_token_id": PAD,
 }
+WIDE: dict[str, Any] = SIZES | {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen2": lambda: Qwen2Config(**SIZES),
@@ -43,6 +44,19 @@ CONFIGS: dict[str, Any] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         **SIZES,
     ),
+}
+WIDE_CONFIGS: dict[str, Any] = {  # heads of 32, as engines with kernels of their own want them
+    "llama": lambda: LlamaConfig(**WIDE),
+    "qwen2": lambda: Qwen2Config(**WIDE),
+    "qwen3": lambda: Qwen3Config(head_dim=32, **WIDE),
+    "gemma3": lambda: Gemma3TextConfig(
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        **WIDE,
+    ),
+    "tied": lambda: Qwen3Config(head_dim=32, tie_word_embeddings=True, **WIDE),
 }
 
 
@@ -58,14 +72,28 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<pad>")
 
 
-def policy(family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, sharp: float = 6.0) -> Policy:
+def policy(
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    sharp: float = 6.0,
+    configs: dict[str, Any] = CONFIGS,
+) -> Policy:
     """Random weights, scaled up so that the distributions are far from uniform and depend on the whole context."""
-    made = Policy.random(CONFIGS[family](), seed=seed, dtype=dtype)
+    made = Policy.random(configs[family](), seed=seed, dtype=dtype)
     with torch.no_grad():
         for weight in made.module.parameters():
             if weight.dim() > 1:
                 weight.mul_(sharp)
     return made
+
+
+def changed(model: Policy, factor: float) -> None:
+    """Other weights, in place."""
+    with torch.no_grad():
+        for weight in model.module.parameters():
+            weight.mul_(factor)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
