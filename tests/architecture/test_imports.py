@@ -16,6 +16,8 @@ LAYERS = {
     "location": 0,
     "deadline": 0,
     "coerce": 0,
+    "pipes": 0,
+    "urls": 0,
     "sandbox": 0,
     "algorithms": 1,
     "packing": 1,

@@ -51,7 +51,7 @@ def test_a_stored_index_answers_like_one_in_memory(index: Path, mmap: bool, chec
 def test_the_manifest_says_what_is_stored(index: Path, corpus: Path):
     manifest = json.loads((index / "manifest.json").read_text())
     assert manifest["method"] == "bm25"
-    assert manifest["parameters"]["k1"] == 1.5
+    assert (manifest["parameters"]["k1"], manifest["parameters"]["b"]) == (1.2, 0.6)
     assert manifest["parameters"]["stop_words"][:3] == ["a", "an", "and"]
     assert manifest["counts"] == {"rows": 4, "passages": 4, "empty_dropped": 0, "terms": 17, "scores": 24}
     assert manifest["corpus"]["name"] == corpus.name

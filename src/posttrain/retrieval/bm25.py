@@ -52,6 +52,7 @@ def import_without_jax(name: str) -> ModuleType:
 
 bm25s = import_without_jax("bm25s")
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets DEBUG, which would show in every program that logs
+K1, B = 1.2, 0.6  # of passages about as long as each other; for long documents 1.5 and 0.75 are usual
 ENGLISH_STOP_WORDS: tuple[str, ...] = tuple(bm25s.stopwords.STOPWORDS_EN)
 LANGUAGE_SAMPLE = 256  # passages that decide whether the corpus is of a script without spaces
 _CELLS_PER_CHUNK = 1 << 16  # queries x passages scored at once: 512 kB of float64 stays in the cache
@@ -74,7 +75,7 @@ class TermScores:
     indptr: NDArray[np.int64]  # [V + 1]
 
 
-def score_terms(texts: Iterable[str], analyzer: Analyzer, *, k1: float = 1.5, b: float = 0.75) -> TermScores:
+def score_terms(texts: Iterable[str], analyzer: Analyzer, *, k1: float = K1, b: float = B) -> TermScores:
     """Reads every text once; raises ValueError when none of them has a term."""
     vocabulary: dict[str, int] = {}
     documents = [
@@ -124,8 +125,8 @@ class BM25Retriever:
         cls,
         passages: Iterable[Passage],
         *,
-        k1: float = 1.5,
-        b: float = 0.75,
+        k1: float = K1,
+        b: float = B,
         stop_words: Iterable[str] = ENGLISH_STOP_WORDS,
     ) -> BM25Retriever:
         """Indexes passages held in memory."""

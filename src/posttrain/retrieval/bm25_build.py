@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posttrain.retrieval.analysis import Analyzer
-from posttrain.retrieval.bm25 import TermScores
+from posttrain.retrieval.bm25 import K1, B, TermScores
 
 PASSAGES_PER_BLOCK = 1 << 15
 SCORES_PER_RANGE = 1 << 22  # 4 M scores take about 200 MB while they are made
@@ -27,8 +27,8 @@ def write_scores(
     analyzer: Analyzer,
     folder: Path,
     *,
-    k1: float = 1.5,
-    b: float = 0.75,
+    k1: float = K1,
+    b: float = B,
     passages_per_block: int = PASSAGES_PER_BLOCK,
     scores_per_range: int = SCORES_PER_RANGE,
 ) -> TermScores:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from posttrain.retrieval.bm25 import BM25Retriever
+from posttrain.retrieval.bm25 import K1, B, BM25Retriever
 from posttrain.retrieval.client import HttpOptions, HttpRetriever, endpoint
 from posttrain.retrieval.corpus import EmptyPolicy, read_corpus
 from posttrain.retrieval.dense import DenseRetriever
@@ -41,8 +41,8 @@ class RetrievalConfig(BaseModel):
     index: Path | None = None
     url: str | None = None  # of a server that speaks Search-R1's POST /retrieve
     top_k: int = Field(default=3, ge=1)  # passages per query
-    k1: float = Field(default=1.5, ge=0, allow_inf_nan=False)  # BM25 over `corpus`; an index has its own
-    b: float = Field(default=0.75, ge=0, le=1)
+    k1: float = Field(default=K1, ge=0, allow_inf_nan=False)  # BM25 over `corpus`; an index has its own
+    b: float = Field(default=B, ge=0, le=1)
     empty: EmptyPolicy = "error"  # passages of `corpus` without a word
     encoder: EncoderConfig | None = None  # of kind dense and hybrid over `corpus`; an index knows its own
     effort: int | None = Field(default=None, ge=1)  # FAISS: lists probed (IVF) or candidates kept (HNSW)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.retrieval.analysis import ANALYZER, Analyzer, needs_bigrams
-from posttrain.retrieval.bm25 import ENGLISH_STOP_WORDS, LANGUAGE_SAMPLE, BM25Retriever, TermScores
+from posttrain.retrieval.bm25 import ENGLISH_STOP_WORDS, K1, LANGUAGE_SAMPLE, B, BM25Retriever, TermScores
 from posttrain.retrieval.bm25_build import write_scores
 from posttrain.retrieval.corpus import CorpusCounts, EmptyPolicy, iter_corpus
 from posttrain.retrieval.storage import (
@@ -45,8 +45,8 @@ def build_index(
     corpus: str | Path,
     out: str | Path,
     *,
-    k1: float = 1.5,
-    b: float = 0.75,
+    k1: float = K1,
+    b: float = B,
     unspaced: bool | None = None,
     empty: EmptyPolicy = "error",
     overwrite: bool = False,

@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.pipes import receive, send
 from posttrain.rewards.functions import FunctionSpec, RewardError
-from posttrain.rewards.wire import receive, send
 from posttrain.task import Invalid, Outcome, Task
 from posttrain.trajectory import Episode
 

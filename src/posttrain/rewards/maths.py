@@ -11,11 +11,11 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from posttrain.deadline import in_thread
 from posttrain.rewards.answers import Answer, no_gold, scored
 from posttrain.rewards.functions import FunctionSpec, RewardError
 from posttrain.rewards.isolation import WorkerPool
 from posttrain.rewards.numeric import boxed_content, comparable, parse_number, stated_answer
-from posttrain.rewards.scoring import in_thread
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trajectory import Episode
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from posttrain.deadline import in_thread
 from posttrain.rewards.answers import outside_thoughts
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.model_options import ModelRewardConfig
-from posttrain.rewards.scoring import in_thread
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trajectory import Episode, Source
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Never, Protocol, TypeVar
+from typing import Any, Protocol
 
+from posttrain.deadline import in_thread
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction, reward_error
 from posttrain.rewards.isolation import WorkerPool
 from posttrain.task import Abstain, Invalid, Outcome, Score, Task
 from posttrain.trajectory import Episode
-
-ResultT = TypeVar("ResultT")
 
 
 class Reward(Protocol):
@@ -266,37 +262,3 @@ async def _per_call(
     if is_batch:
         return await call(episodes)
     return [outcome for judged in await asyncio.gather(*(call([e]) for e in episodes)) for outcome in judged]
-
-
-async def in_thread(call: Callable[[], ResultT]) -> ResultT:
-    """Runs `call` in a thread of its own that does not keep the program alive.
-
-    The event loop's executor would do neither: a few hung calls fill it, and its threads are joined at the end.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Callable[[], ResultT]] = loop.create_future()
-
-    def settle(outcome: Callable[[], ResultT]) -> None:
-        if not future.done():  # else the caller gave up
-            future.set_result(outcome)
-
-    def work() -> None:
-        try:
-            result = call()
-        except BaseException as error:
-            outcome = partial(_raise, error)
-        else:
-            outcome = partial(_identity, result)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, outcome)
-
-    threading.Thread(target=work, daemon=True, name="posttrain-reward").start()
-    return (await future)()
-
-
-def _raise(error: BaseException) -> Never:
-    raise error
-
-
-def _identity(result: ResultT) -> ResultT:
-    return result

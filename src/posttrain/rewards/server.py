@@ -11,8 +11,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from posttrain.deadline import in_thread
 from posttrain.rewards.model import ModelReward
-from posttrain.rewards.scoring import in_thread
 from posttrain.task import Score
 
 MAX_BODY_BYTES = 64 << 20

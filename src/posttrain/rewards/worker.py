@@ -15,10 +15,10 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
+from posttrain.pipes import claim_standard_streams, receive, send
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction
-from posttrain.rewards.wire import receive, send
 from posttrain.task import Task
 from posttrain.trajectory import Episode
 
@@ -31,7 +31,7 @@ _CPU_GRACE_SECONDS = 30
 
 
 def main() -> None:
-    requests, replies = _claim_pipes()
+    requests, replies = claim_standard_streams()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     spec: FunctionSpec = receive(requests)
     try:
@@ -57,16 +57,6 @@ def _reply(function: RewardFunction, episodes: Sequence[Episode], task: Task) ->
     except Exception as error:
         return "unpicklable", f"the reward function's result cannot leave its process: {error!r}"
     return "outcomes", outcomes
-
-
-def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keeps stdin and stdout for messages; the function's own reading and printing must not meet them."""
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    return requests, replies
 
 
 def _end_with_parent(parent: int) -> None:

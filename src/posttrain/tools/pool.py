@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.deadline import in_thread
+from posttrain.pipes import receive, send
 from posttrain.tools.processes import TOKEN, kill_tree
 from posttrain.tools.protocol import ToolError, ToolResult
 from posttrain.tools.schema import ToolDefinitionError
-from posttrain.tools.worker import PARENT_PIPE, WorkerJob, receive, send
+from posttrain.tools.worker import PARENT_PIPE, WorkerJob
 from posttrain.trajectory import CallStatus
 
 _CRASHES = {

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from posttrain.location import locate
+from posttrain.pipes import claim_standard_streams, receive, send
 from posttrain.tools.invoke import as_error, as_result
 from posttrain.tools.processes import TOKEN, kill_tree
 from posttrain.tools.protocol import ToolError
@@ -30,7 +31,6 @@ except ImportError:  # not on Windows
     resource = None
 
 PARENT_PIPE = "POSTTRAIN_PARENT_PIPE"  # environment variable: number of the descriptor that ends with the parent
-_HEADER_BYTES = 8
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -50,29 +50,10 @@ class WorkerJob:
         return lambda arguments: function(**signature.bind(arguments), **self.options)
 
 
-def send(stream: BinaryIO, message: Any) -> None:
-    """Length-prefixed pickles: only between this program and processes that it started itself."""
-    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    stream.write(len(payload).to_bytes(_HEADER_BYTES, "little") + payload)
-    stream.flush()
-
-
-def receive(stream: BinaryIO) -> Any:
-    """The next message; EOFError when the other side is gone."""
-    header = stream.read(_HEADER_BYTES)
-    if len(header) < _HEADER_BYTES:
-        raise EOFError("the other process closed its pipe")
-    size = int.from_bytes(header, "little")
-    payload = stream.read(size)
-    if len(payload) < size:
-        raise EOFError("the other process died while writing")
-    return pickle.loads(payload)
-
-
 def main() -> None:
     _adopt_orphans()
     _end_with_parent()
-    requests, replies = _claim_pipes()
+    requests, replies = claim_standard_streams()
     job: WorkerJob = receive(requests)
     try:
         call = job.load()
@@ -97,16 +78,6 @@ def _answer(replies: BinaryIO, name: str, call: Callable[[Mapping[str, Any]], An
     except Exception as error:
         reply = ToolError(CallStatus.FAILED, f"the result of {name} cannot leave its process: {error}")
     send(replies, reply)
-
-
-def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keeps stdin and stdout for messages; the tool's own reading and printing must not meet them."""
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    return requests, replies
 
 
 def _adopt_orphans() -> None:

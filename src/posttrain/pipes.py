@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any, BinaryIO
 
@@ -24,3 +25,13 @@ def receive(stream: BinaryIO) -> Any:
     if len(payload) < size:
         raise EOFError("the other process died while writing")
     return pickle.loads(payload)
+
+
+def claim_standard_streams() -> tuple[BinaryIO, BinaryIO]:
+    """In a worker: keeps stdin and stdout for messages; foreign code's own reading and printing must not meet them."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return requests, replies
