@@ -16,7 +16,9 @@ LAYERS = {
     "location": 0,
     "deadline": 0,
     "coerce": 0,
+    "foreign_json": 0,
     "pipes": 0,
+    "redaction": 0,
     "urls": 0,
     "sandbox": 0,
     "algorithms": 1,
@@ -50,6 +52,8 @@ LAYERS = {
 SIBLINGS = {
     ("trajectory", "task"),
     ("sandbox", "deadline"),
+    ("sandbox", "foreign_json"),
+    ("urls", "redaction"),
     ("endpoint", "rollout"),
     ("loops", "cluster"),
     ("cluster", "loops"),

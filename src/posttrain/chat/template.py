@@ -16,6 +16,7 @@ import jinja2
 
 from posttrain.chat.encoding import Encoder
 from posttrain.chat.errors import ChatError
+from posttrain.foreign_json import read_json
 from posttrain.task import Message
 
 if TYPE_CHECKING:
@@ -340,8 +341,8 @@ def _tool_named(name: str) -> dict[str, Any]:
 
 def _parse_arguments(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return read_json(text)
+    except ValueError as error:
         raise ChatError(
             f"the chat template wants tool-call arguments as an object; {text!r:.200} is no JSON"
         ) from error

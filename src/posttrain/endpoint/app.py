@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
 from posttrain.endpoint.wire import Asked, Refusal, Reply, chunks, completion, parse_chat, parse_text
+from posttrain.foreign_json import read_json
 
 T = TypeVar("T")
 Scope = dict[str, Any]
@@ -155,8 +156,8 @@ async def _body(receive: Receive) -> bytes:
 
 def _json(body: bytes) -> Any:
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
+        return read_json(body)
+    except ValueError as error:
         raise Refusal(f"the body is not JSON: {error}") from error
 
 

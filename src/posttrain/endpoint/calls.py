@@ -12,6 +12,7 @@ from typing import Any
 from posttrain.chat import Renderer
 from posttrain.chat.calls import SYNTAXES, NotExpressible, Signatures, parse_turn, stop_ids
 from posttrain.endpoint.wire import Refusal
+from posttrain.foreign_json import read_json
 from posttrain.task import Message
 from posttrain.tools.protocol import ToolSpec
 from posttrain.trajectory import CallStatus, Source, StopReason, ToolCall
@@ -106,7 +107,7 @@ class CallForm:
             return message
         functions = [call["function"] for call in message["tool_calls"]]
         try:
-            calls = self._syntax.render([(f["name"], json.loads(f["arguments"])) for f in functions])
+            calls = self._syntax.render([(f["name"], read_json(f["arguments"])) for f in functions])
         except (NotExpressible, ValueError) as error:
             raise Refusal(f"an earlier call cannot be shown to the policy: {error}", param="messages") from error
         return {"role": "assistant", "content": (message["content"] or "") + calls}

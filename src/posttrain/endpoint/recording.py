@@ -19,6 +19,7 @@ from typing import Any
 from posttrain.chat import ChatError, Renderer
 from posttrain.endpoint.calls import CallForm, Pieces
 from posttrain.endpoint.wire import Asked, Refusal, Reply
+from posttrain.foreign_json import read_json
 from posttrain.rollout import Ticket
 from posttrain.sampler.protocol import Sampled
 from posttrain.task import Message
@@ -234,8 +235,8 @@ def canonical(message: Message) -> str:
 
 def _canonical_json(text: str) -> str:
     try:
-        return json.dumps(json.loads(text), sort_keys=True, ensure_ascii=False)
-    except json.JSONDecodeError:
+        return json.dumps(read_json(text), sort_keys=True, ensure_ascii=False)
+    except ValueError:
         return text
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from posttrain.config import ConfigError, EnvConfig, RLConfig, unknown_name
 from posttrain.location import locate
-from posttrain.tools.config import ToolConfig, guarded, make_tools
+from posttrain.tools.config import make_tools
 from posttrain.tools.function import FunctionTool
 from posttrain.tools.guards import Counted, Guard
 from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.tools.protocol import Tool
 from posttrain.tools.schema import ToolDefinitionError
 
-_OPEN_MCP = "posttrain.tools.mcp.client:open_mcp_tools"  # loaded only where it is asked for: it needs the extra `tools`
+_OPEN_MCP = "posttrain.tools.mcp.opening:open_guarded_mcp_tools"  # needs the extra `tools`: loaded when asked for
 
 
 def open_tools(config: RLConfig) -> dict[str, Counted]:
@@ -23,9 +23,7 @@ def open_tools(config: RLConfig) -> dict[str, Counted]:
         tools = make_tools(config.tools)
     except ToolDefinitionError as error:
         raise ConfigError([f"tools: {error}"]) from error
-    for tool in _served(config.mcp, tools):
-        tools[tool.spec.name] = guarded(tool, ToolConfig(name=tool.spec.name, location="mcp:server"))
-    return tools
+    return tools | {tool.spec.name: tool for tool in _served(config.mcp, tools)}
 
 
 def warm(tools: Mapping[str, Counted]) -> None:
@@ -53,7 +51,7 @@ def tools_for(env: EnvConfig, name: str, tools: Mapping[str, Tool]) -> dict[str,
     return {tool: tools[tool] for tool in wanted}
 
 
-def _served(servers: Sequence[McpServerConfig], taken: Iterable[str]) -> list[Tool]:
+def _served(servers: Sequence[McpServerConfig], taken: Iterable[str]) -> list[Counted]:
     if not servers:
         return []
     try:

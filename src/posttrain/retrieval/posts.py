@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import random
 import time
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from posttrain.retrieval.protocol import FailureKind, RetrievalError
 from posttrain.retrieval.wire import excerpt
+from posttrain.urls import VariableName, is_loopback, server_url
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class HttpOptions(BaseModel):
     max_queries_per_request: int = Field(default=128, ge=1)
     max_connections: int = Field(default=16, ge=1)
     max_response_bytes: int = Field(default=64 << 20, ge=1)
-    token_env: str | None = None  # environment variable with the bearer token, for a server that wants one
+    token_env: VariableName | None = None  # environment variable with the bearer token, for a server that wants one
 
 
 @dataclass(slots=True)
@@ -68,7 +68,9 @@ class JsonPosts:
     ) -> None:
         self.url, self.options, self.counters = url, options, counters
         self._random = random.Random(seed)
-        self._headers = dict(headers or {}) | bearer(options.token_env)
+        own = bearer(options.token_env)
+        self._headers = dict(headers or {}) | own
+        self._token = own.get("authorization", "").removeprefix("Bearer ").encode()
 
     def connect(self) -> httpx.AsyncClient:
         """Connections for one event loop; whoever asked closes them."""
@@ -76,7 +78,7 @@ class JsonPosts:
             headers=self._headers,
             timeout=None,  # every attempt has one deadline of its own: httpx's restart with every byte
             limits=httpx.Limits(max_connections=self.options.max_connections),
-            trust_env=not _is_loopback(self.url),  # a proxy of the environment cannot reach this machine's own ports
+            trust_env=not is_loopback(self.url),  # a proxy of the environment cannot reach this machine's own ports
         )
 
     async def send(self, http: httpx.AsyncClient, payload: Mapping[str, Any], decode: Callable[[bytes], T]) -> T:
@@ -134,7 +136,7 @@ class JsonPosts:
             if len(body) > self.options.max_response_bytes:
                 limit = self.options.max_response_bytes
                 raise RetrievalError("bad_payload", f"{self.url}: answer longer than {limit} bytes", transient=False)
-        return bytes(body)
+        return bytes(body).replace(self._token, b"[token]") if self._token else bytes(body)
 
 
 def bearer(token_env: str | None) -> dict[str, str]:
@@ -149,12 +151,7 @@ def bearer(token_env: str | None) -> dict[str, str]:
 
 def endpoint(url: str, path: str = "/retrieve") -> str:
     """The address to post to: `path` where `url` has none. Raises ValueError for what is no HTTP address."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"{url!r} is no URL: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"expected a retrieval URL such as http://127.0.0.1:8000{path}, got {url!r}")
+    parsed = server_url(url, f"http://127.0.0.1:8000{path}", keys="the variable that http.token_env names")
     return str(parsed.copy_with(path=path)) if parsed.path in ("", "/") else str(parsed)
 
 
@@ -170,11 +167,3 @@ def _status_error(url: str, response: httpx.Response, body: bytes) -> RetrievalE
 def _final(error: RetrievalError, attempts: int, seconds: float) -> RetrievalError:
     tried = f" (gave up after {attempts} attempts in {seconds:.1f} s)" if attempts > 1 else ""
     return RetrievalError(error.kind, error.message + tried, status=error.status, transient=error.transient)
-
-
-def _is_loopback(url: str) -> bool:
-    host = httpx.URL(url).host
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from posttrain.foreign_json import read_json
 from posttrain.retrieval.encoder import EncoderError, model_folder, pick_device
 from posttrain.retrieval.posts import HttpCounters, HttpOptions, JsonPosts, endpoint
 from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever, check_top_k
@@ -166,7 +166,7 @@ class HttpPairScorer:
 def decode_scores(body: bytes, *, documents: int) -> list[float]:
     """The score of every document, in their order; raises `RetrievalError` of kind `bad_payload`."""
     try:
-        payload = json.loads(body)
+        payload = read_json(body)
     except ValueError as error:
         raise RetrievalError("bad_payload", f"expected JSON, got {excerpt(body)}") from error
     try:

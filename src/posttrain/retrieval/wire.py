@@ -11,11 +11,11 @@ or without score or id, with `title` and `text`, or as plain strings; more passa
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.foreign_json import read_json
 from posttrain.retrieval.protocol import Passage, RetrievalError, quoted
 
 
@@ -34,7 +34,7 @@ def decode_results(body: bytes, *, queries: int, top_k: int) -> list[list[Passag
     shape is another program, and is not.
     """
     try:
-        payload = json.loads(body)
+        payload = read_json(body)
     except ValueError as error:
         raise RetrievalError("bad_payload", f"expected JSON, got {excerpt(body)}") from error
     results = payload.get("result") if isinstance(payload, dict) else None

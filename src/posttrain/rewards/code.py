@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from posttrain.foreign_json import read_json
 from posttrain.rewards.answers import Answer, outside_thoughts, scored
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.service import JsonService, ServiceConfig, ServiceError
@@ -191,7 +191,7 @@ def _text(value: Any) -> str:
 def _decoded(text: str) -> Any:
     if text.lstrip()[:1] in ("[", "{"):
         try:
-            return json.loads(text)
+            return read_json(text)
         except ValueError:
             return text  # Python code may begin with a bracket
     return text

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.foreign_json import read_json
 from posttrain.task import Task
 
 IMPORTANCE = {"Answer Critical": 1.0, "Valuable": 0.5, "Context": 0.25}  # of the unweighted shapes
@@ -117,7 +117,7 @@ def _decoded(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return read_json(value)
     except ValueError as error:
         raise RubricError(f"rubrics must be JSON: {error}: {value[:100]!r}") from error
 

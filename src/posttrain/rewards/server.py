@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 from typing import Any
 
@@ -12,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from posttrain.deadline import in_thread
+from posttrain.foreign_json import read_json
 from posttrain.rewards.model import ModelReward
 from posttrain.task import Score
 
@@ -61,7 +61,7 @@ def serve(app: FastAPI, host: str, port: int, *, open_to_all: bool) -> None:
 def _queries(body: bytes) -> list[str] | str:
     """The texts, or what is wrong with the request."""
     try:
-        value: Any = json.loads(body)
+        value: Any = read_json(body)
     except ValueError as error:
         return f"no JSON: {error}"
     texts = value.get("query") if isinstance(value, dict) else None

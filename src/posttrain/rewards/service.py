@@ -6,8 +6,6 @@ A secret comes from an environment variable named in the config; it is sent as a
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import json
 import os
 import random
 import time
@@ -17,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from posttrain.foreign_json import read_json
 from posttrain.rewards.functions import RewardError
 from posttrain.task import Invalid
+from posttrain.urls import VariableName, is_loopback, server_url
 
 Reason = Literal["service_timeout", "service_down", "service_refused", "service_bad_reply"]
 _EXCERPT = 300  # characters of a reply in an error
@@ -52,15 +52,10 @@ class ServiceConfig(BaseModel):
     max_backoff_seconds: float = Field(default=15.0, ge=0)
     concurrency: PositiveInt = Field(default=16, description="requests at once")
     per_minute: PositiveInt | None = Field(default=None, description="requests; null = no such limit")
-    key_env: str | None = Field(default=None, description="environment variable that holds the key; never the key")
+    key_env: VariableName | None = Field(
+        default=None, description="environment variable that holds the key; never the key"
+    )
     max_reply_bytes: PositiveInt = 16 << 20
-
-    @field_validator("key_env")
-    @classmethod
-    def _names_a_variable(cls, name: str | None) -> str | None:
-        if name is not None and not name.isidentifier():
-            raise ValueError("key_env names an environment variable, such as OPENAI_API_KEY; it is not the key itself")
-        return name
 
 
 @dataclass(slots=True)
@@ -170,7 +165,7 @@ class JsonService:
         if not 200 <= status < 300:
             raise self._status_error(status, headers, content)
         try:
-            value = json.loads(content)
+            value = read_json(content)
         except ValueError as error:
             detail = f"{self.url}: the answer is no JSON: {self._excerpt(content)}"
             raise ServiceError("service_bad_reply", detail, transient=True) from error
@@ -215,7 +210,7 @@ class JsonService:
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=None,  # an attempt has one deadline of its own: httpx's restart with every byte
             limits=httpx.Limits(max_connections=self.config.concurrency),
-            trust_env=not _is_loopback(self.url),  # a proxy of the environment cannot reach this machine's own ports
+            trust_env=not is_loopback(self.url),  # a proxy of the environment cannot reach this machine's own ports
         )
         return _Session(http, asyncio.Semaphore(self.config.concurrency), _closing(http))
 
@@ -239,21 +234,8 @@ def secret(variable: str | None) -> str:
 
 
 def checked_url(url: str) -> str:
-    """Raises RewardError for what is no address of a server, and for one that holds a password."""
+    """Raises RewardError for what is no address of a server, and for one that holds a secret."""
     try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise RewardError(f"{url!r} is no URL: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise RewardError(f"expected a URL such as http://127.0.0.1:8000/get_reward, got {url!r}")
-    if parsed.userinfo:
-        raise RewardError("a URL must not hold a user name or password: put the key into the variable of key_env")
-    return str(parsed)
-
-
-def _is_loopback(url: str) -> bool:
-    host = httpx.URL(url).host
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return str(server_url(url, "http://127.0.0.1:8000/get_reward", keys="the variable that key_env names"))
+    except ValueError as error:
+        raise RewardError(str(error)) from error

@@ -22,6 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from posttrain.redaction import secret_in
+
 KeyPath = tuple[str | int, ...]
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -218,6 +220,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def _validate(model: type[ModelT], data: dict[str, Any], source: _Source) -> ModelT:
+    _refuse_secrets(data, source)
     try:
         config = model.model_validate(data)
     except ValidationError as error:
@@ -227,6 +230,24 @@ def _validate(model: type[ModelT], data: dict[str, Any], source: _Source) -> Mod
     if misread:
         raise ConfigError([f"{source.place(path)}: {dotted(path)}: a number is needed, not a bool" for path in misread])
     return config
+
+
+def _refuse_secrets(data: Any, source: _Source) -> None:
+    """What ${oc.env:KEY} brings in, or somebody pastes, would be stored with the run and printed by commands."""
+    found = [(path, variable) for path, text in _texts(data, ()) if (variable := secret_in(text))]
+    if found:
+        advice = "it would be stored with the run; name the variable instead (key_env, token_env, pass_env)"
+        raise ConfigError(
+            [f"{source.place(path)}: {dotted(path)}: holds the value of {name}; {advice}" for path, name in found]
+        )
+
+
+def _texts(data: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    if isinstance(data, str):
+        yield path, data
+    children = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, child in children:
+        yield from _texts(child, (*path, key))
 
 
 def _bools(data: Any, path: KeyPath) -> Iterator[KeyPath]:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from posttrain.foreign_json import read_json
 from posttrain.sandbox.box import Sandbox, SandboxResult
 
 Reason = Literal["", "wrong_answer", "error", "wall", "cpu", "memory", "output", "disk"]
@@ -154,7 +155,7 @@ async def _calls(
 
 def _answer(line: str) -> tuple[int, Mapping[str, Any]] | None:
     try:
-        index, answer = json.loads(line)
+        index, answer = read_json(line)
         return (index, answer) if isinstance(index, int) and isinstance(answer, dict) else None
     except (ValueError, TypeError):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from posttrain.location import LocationError, did_you_mean, is_location, locate
 from posttrain.sandbox import SandboxError
 from posttrain.tools.cache import Cached, Mode
 from posttrain.tools.function import FunctionTool
-from posttrain.tools.guards import Concurrent, Counted, Deadline, Described, RateLimited, Retrying
+from posttrain.tools.guards import Concurrent, Counted, Deadline, Described, RateLimited, Redacted, Retrying
 from posttrain.tools.online.config import ONLINE, OnlineToolConfig, make_online_tool
 from posttrain.tools.online.service import NotConfigured
 from posttrain.tools.protocol import Tool
@@ -53,11 +53,11 @@ class ToolLimits(BaseModel):
 
 
 class ToolConfig(BaseModel):
-    """One tool: a built-in one, or the user's own. A name or a location alone is enough."""
+    """One tool: a built-in one, or the user's own. A name or a location alone is enough, as text or as a mapping."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str  # as the policy calls it
+    name: str = Field(min_length=1)  # as the policy calls it; left out: as the built-in tool or the function is called
     use: str | None = None  # a built-in tool that the policy shall call by another name
     location: str | None = None  # "path.py:function" or "pkg.mod:function", or of a class that is a Tool
     options: dict[str, Any] = {}  # of the tool's constructor; arguments of a function that the policy does not see
@@ -68,10 +68,12 @@ class ToolConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, value: Any) -> Any:
-        """A name alone; or a location alone, whose tool is then called as the function is."""
-        if not isinstance(value, str):
+        if isinstance(value, str):
+            value = {"location": value} if is_location(value) else {"name": value}
+        if not isinstance(value, Mapping) or "name" in value:
             return value
-        return {"name": value.rpartition(":")[2], "location": value} if is_location(value) else {"name": value}
+        given = value.get("use") or value.get("location")
+        return {"name": given.rpartition(":")[2], **value} if isinstance(given, str) else value
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -96,7 +98,7 @@ def make_tools(configs: Sequence[ToolConfig]) -> dict[str, Counted]:
     """Name -> tool with its guards, in the order of the config. Raises ToolDefinitionError."""
     tools: dict[str, Counted] = {}
     for config in configs:
-        tool = guarded(make_tool(config), config)
+        tool = guarded(make_tool(config), config.limits, config.cache)
         name = tool.spec.name
         if name in tools:
             raise ToolDefinitionError(f"two tools are called {name}; give one of them another name")
@@ -127,10 +129,9 @@ def _built_in(config: ToolConfig) -> Tool:
         raise ToolDefinitionError(f"tool {config.name}: {error}") from error
 
 
-def guarded(tool: Tool, config: ToolConfig) -> Counted:
+def guarded(tool: Tool, limits: ToolLimits, cache: CacheConfig) -> Counted:
     """The tool inside the guards that its limits ask for; see `posttrain.tools.guards` for their order."""
-    limits, cache = config.limits, config.cache
-    inner: Tool = tool
+    inner: Tool = Redacted(tool)
     if limits.attempt_seconds is not None:
         inner = Deadline(inner, limits.attempt_seconds, transient=True)
     if limits.per_second is not None:

@@ -1,13 +1,14 @@
 """What is put around a tool: a deadline, retries, a rate limit, a limit on calls at one time, counters.
 
 Each guard is a Tool around a Tool, so they can be combined; `posttrain.tools.config` does it in this order, outermost
-first: Counted, Cached, Concurrent, Deadline (the whole call), Retrying, RateLimited, Deadline (one attempt). Guards are
-shared by all episodes of a run, and may be used from several event loops, one after the other.
+first: Counted, Cached, Concurrent, Deadline (the whole call), Retrying, RateLimited, Deadline (one attempt), Redacted.
+Guards are shared by all episodes of a run, and may be used from several event loops, one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.deadline import DeadlinePassed, ends_in, within
+from posttrain.redaction import redacted
 from posttrain.task import EpisodeInvalid
 from posttrain.tools.invoke import as_error
 from posttrain.tools.protocol import Tool, ToolError, ToolResult, ToolSpec
@@ -51,6 +53,28 @@ class Described(Guard):
     @property
     def spec(self) -> ToolSpec:
         return self._spec
+
+
+class Redacted(Guard):
+    """No secret of the environment leaves the tool, in a result or in an error: both are stored and learnt from."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        try:
+            result = await self.tool.call(arguments)
+        except ToolError as error:
+            error.message = redacted(error.message)
+            error.args = (error.message,)
+            raise
+        text = redacted(result.text)
+        data = result.data if result.data is None else _redacted_data(result.data)
+        return result if text == result.text and data is result.data else replace(result, text=text, data=data)
+
+
+def _redacted_data(data: Any) -> Any:
+    """The same object where it holds no secret."""
+    text = json.dumps(data, ensure_ascii=False, default=repr)
+    clean = redacted(text)
+    return data if clean == text else json.loads(clean)
 
 
 class Deadline(Guard):

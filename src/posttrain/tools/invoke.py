@@ -12,9 +12,9 @@ from collections import Counter
 from typing import Any
 
 from posttrain.coerce import coerce_text
+from posttrain.redaction import redacted
 from posttrain.task import EpisodeInvalid
 from posttrain.tools.protocol import ToolError, ToolResult
-from posttrain.tools.secrets import redacted
 from posttrain.trajectory import CallStatus
 
 SHOWN_CHARACTERS = 500  # of what an exception says

@@ -11,10 +11,11 @@ import mcp_types
 from fastmcp.client.client import CallToolResult
 
 from posttrain.location import did_you_mean
+from posttrain.redaction import redacted
+from posttrain.task import EpisodeInvalid
 from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.tools.mcp.connection import McpConnection
-from posttrain.tools.protocol import FAILURES, Tool, ToolError, ToolResult, ToolSpec
-from posttrain.tools.secrets import redacted
+from posttrain.tools.protocol import FAILURES, ToolError, ToolResult, ToolSpec
 from posttrain.trajectory import CallStatus
 
 OURS = "posttrain"  # the key under which our own server sends what the protocol has no place for
@@ -52,6 +53,7 @@ class McpTool:
             description=(offered.description or offered.title or offered.name).strip(),
             parameters=_parameters(offered.input_schema),
         )
+        self.config = shared.connection.config
         self._shared = shared
         self._holds = True
         shared.taken()
@@ -71,7 +73,7 @@ class McpTool:
             await self._shared.release()
 
 
-async def open_mcp_tools(configs: Sequence[McpServerConfig], taken: Iterable[str] = ()) -> list[Tool]:
+async def open_mcp_tools(configs: Sequence[McpServerConfig], taken: Iterable[str] = ()) -> list[McpTool]:
     """Connects to all servers at once and gives their tools, in order.
 
     A name that two servers offer, or that is in `taken`, gets the server's name before it: `time_convert`.
@@ -85,7 +87,7 @@ async def open_mcp_tools(configs: Sequence[McpServerConfig], taken: Iterable[str
     except BaseException:
         await asyncio.gather(*(connection.close() for connection in connections))
         raise
-    opened: list[Tool] = []
+    opened: list[McpTool] = []
     for connection, (_, tools) in zip(connections, offered, strict=True):
         shared = SharedConnection(connection)
         opened += [McpTool(shared, tool, names[id(tool)]) for tool in tools]
@@ -155,8 +157,10 @@ def _result_of(answer: CallToolResult) -> ToolResult:
     return ToolResult(text=text_of(answer.content), data=data, cost=cost, cached=bool((ours or {}).get("cached")))
 
 
-def _error_of(answer: CallToolResult) -> ToolError:
+def _error_of(answer: CallToolResult) -> ToolError | EpisodeInvalid:
     ours = _ours(answer) or {}
+    if isinstance(ours.get("invalid"), str):
+        return EpisodeInvalid(ours["invalid"], redacted(text_of(answer.content)))
     status = ours.get("status")
     known = CallStatus(status) if status in set(FAILURES) else CallStatus.FAILED
     wait = ours.get("retry_after")

@@ -8,12 +8,17 @@ import re
 import shlex
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from posttrain.redaction import SECRET_NAME
+from posttrain.tools.config import CacheConfig, ToolLimits
 from posttrain.tools.online.service import NotConfigured
+from posttrain.urls import VariableName, server_url
 
 _URL = re.compile(r"^https?://[^/?#]+")
+_FROM_ENVIRONMENT = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")  # in a URL: {EXA_API_KEY}
 _NAME = re.compile(r"^[A-Za-z0-9_-]{1,32}$")
 
 
@@ -26,16 +31,18 @@ class McpServerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str | None = None  # put before tool names that clash; default: the server's own name
-    url: str | None = None
-    token_env: str | None = None  # the environment variable with a bearer token for `url`
+    url: str | None = None  # {NAME} in it stands for the environment variable NAME, for servers that want a key there
+    token_env: VariableName | None = None  # the environment variable with a bearer token for `url`
     command: str | None = None
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}  # settings, no secrets: they are stored with the run's config
-    pass_env: tuple[str, ...] = ()  # environment variables that the child may see, such as keys
+    pass_env: tuple[VariableName, ...] = ()  # environment variables that the child may see, such as keys
     cwd: Path | None = None
     tools: tuple[str, ...] | None = None  # the tools to take; all by default
     start_seconds: float = Field(default=60.0, gt=0)  # from starting or connecting to the list of tools
-    call_seconds: float = Field(default=60.0, gt=0)  # one call
+    call_seconds: float = Field(default=60.0, gt=0)  # one call, tried once
+    limits: ToolLimits | None = None  # as of a tool; left out: one call and its retries take call_seconds together
+    cache: CacheConfig = CacheConfig()  # as of a tool
     max_restarts: int = Field(default=5, ge=0)  # in a row; a minute without a failure clears the count
     backoff_seconds: float = Field(default=0.5, ge=0)  # before the second restart in a row, doubling up to 8 s
     log: Path | None = None  # where a child's stderr goes; by default only its end is kept, for error messages
@@ -62,8 +69,13 @@ class McpServerConfig(BaseModel):
     @field_validator("url")
     @classmethod
     def _is_a_url(cls, url: str | None) -> str | None:
-        if url is not None and not _URL.match(url):
-            raise ValueError(f"expected a URL such as http://127.0.0.1:8000/mcp, got {url!r}")
+        if url is None:
+            return None
+        for name in _FROM_ENVIRONMENT.findall(url):
+            if not SECRET_NAME.search(name):
+                raise ValueError(f"{{{name}}} in a URL is for keys: call the variable ..._KEY or ..._TOKEN")
+        keys = "token_env, or {NAME} for the environment variable NAME"
+        server_url(_FROM_ENVIRONMENT.sub("", url), "http://127.0.0.1:8000/mcp", keys=keys)
         return url
 
     @model_validator(mode="after")
@@ -90,6 +102,14 @@ class McpServerConfig(BaseModel):
     def child_environment(self) -> dict[str, str]:
         """Raises `NotConfigured` for a variable of `pass_env` that is not set."""
         return {**self.env, **{name: variable(name, self.shown) for name in self.pass_env}}
+
+    def address(self) -> str:
+        """The URL with its keys: for the connection only. Raises `NotConfigured` for a variable that is not set."""
+        assert self.url is not None, "a server that is reached by URL"
+        return _FROM_ENVIRONMENT.sub(lambda found: quote(variable(found[1], self.shown), safe=""), self.url)
+
+    def limits_of_a_call(self) -> ToolLimits:
+        return ToolLimits(seconds=self.call_seconds) if self.limits is None else self.limits
 
     def token(self) -> str | None:
         return None if self.token_env is None else variable(self.token_env, self.shown)

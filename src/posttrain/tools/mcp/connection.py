@@ -29,11 +29,11 @@ from fastmcp.exceptions import FastMCPError
 from mcp.shared.exceptions import MCPError
 
 from posttrain.deadline import in_thread
+from posttrain.redaction import redacted
 from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.tools.mcp.leash import sweep
 from posttrain.tools.processes import TOKEN
 from posttrain.tools.protocol import ToolError
-from posttrain.tools.secrets import redacted
 from posttrain.trajectory import CallStatus
 
 T = TypeVar("T")
@@ -255,7 +255,9 @@ class _Link:
         config = self.config
         if config.url is not None:
             token = config.token()
-            return StreamableHttpTransport(config.url, headers={"Authorization": f"Bearer {token}"} if token else None)
+            return StreamableHttpTransport(
+                config.address(), headers={"Authorization": f"Bearer {token}"} if token else None
+            )
         assert config.command is not None, "a server has a url or a command"
         environment = {"LANG": "C.UTF-8", **config.child_environment(), TOKEN: self.token or ""}
         environment["PYTHONPATH"] = _with_our_package(environment.get("PYTHONPATH"))

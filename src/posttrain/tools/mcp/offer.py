@@ -1,4 +1,7 @@
-"""Which tools a server offers: built in, of the user's own code, and those of other MCP servers."""
+"""Which tools a server offers: built in, of the user's own code, and those of other MCP servers.
+
+They are those of a run: the same entries, the same limits and caches around them.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +9,29 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
-from posttrain.location import is_location
-from posttrain.tools.config import TOOLS, ToolConfig, guarded, make_tool
-from posttrain.tools.mcp.client import open_mcp_tools
+from posttrain.tools.config import TOOLS, ToolConfig, make_tools
+from posttrain.tools.guards import Counted
 from posttrain.tools.mcp.config import McpServerConfig, read_server_list
-from posttrain.tools.online.config import BUILT_IN, OnlineToolConfig, make_online_tool
-from posttrain.tools.online.service import NotConfigured
-from posttrain.tools.protocol import Tool
+from posttrain.tools.mcp.opening import open_guarded_mcp_tools
+from posttrain.tools.online.config import BUILT_IN
 from posttrain.tools.schema import ToolDefinitionError
 
 log = logging.getLogger("posttrain")
 
 
-def _kind(entry: Any) -> str:
-    if isinstance(entry, str):
-        return "name" if is_location(entry) or entry in TOOLS else "use"
-    return "use" if isinstance(entry, OnlineToolConfig) or (isinstance(entry, dict) and "use" in entry) else "name"
-
-
-OfferedTool = Annotated[
-    Annotated[OnlineToolConfig, Tag("use")] | Annotated[ToolConfig, Tag("name")], Discriminator(_kind)
-]
-
-
 class ToolOffer(BaseModel):
-    """`tools`: names of built-in tools, locations of functions, or mappings: with `use` an online tool under another
-    name, else entries as in the `tools` section of a run, with their limits and caches.
+    """`tools`: as the `tools` section of a run. `mcp`: the same as there, or .json files that list servers.
 
-    `mcp`: URLs, commands, .json files that list servers, or mappings. Without any, all built-in tools that can be had
-    here: that there are keys for, and that this machine can isolate.
+    Without any, all built-in tools that can be had here: that there are keys for, and that this machine can isolate.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tools: tuple[OfferedTool, ...] = ()
+    tools: tuple[ToolConfig, ...] = ()
     mcp: tuple[McpServerConfig, ...] = ()
 
     @field_validator("mcp", mode="before")
@@ -60,37 +48,28 @@ def _server_configs(entry: Any) -> list[Any]:
     return [entry]
 
 
-async def open_tools(offer: ToolOffer) -> list[Tool]:
-    """All tools of the offer; closes what it has opened when one of them cannot be had."""
-    opened: list[Tool] = []
+async def open_tools(offer: ToolOffer) -> list[Counted]:
+    """All tools of the offer. Raises ToolDefinitionError and what `open_mcp_tools` raises; then nothing stays open."""
+    if not offer.tools and not offer.mcp:
+        return built_in_tools(lambda reason: log.warning("left out: %s", reason))
+    opened = list(make_tools(offer.tools).values())
     try:
-        for config in offer.tools:
-            opened.append(_made(config))
-        if not offer.tools and not offer.mcp:
-            opened += built_in_tools(lambda reason: log.warning("left out: %s", reason))
-        opened += await open_mcp_tools(offer.mcp, [tool.spec.name for tool in opened])
+        return opened + await open_guarded_mcp_tools(offer.mcp, [tool.spec.name for tool in opened])
     except BaseException:
         await close_tools(opened)
         raise
-    return opened
 
 
-def built_in_tools(leave_out: Callable[[str], None]) -> list[Tool]:
+def built_in_tools(leave_out: Callable[[str], None]) -> list[Counted]:
     """Every built-in tool that can be had here; `leave_out` is told why another one cannot."""
-    opened: list[Tool] = []
-    for config in (*(OnlineToolConfig(use=name) for name in BUILT_IN), *(ToolConfig(name=name) for name in TOOLS)):
+    opened: list[Counted] = []
+    for name in (*BUILT_IN, *TOOLS):
         try:
-            opened.append(_made(config))
-        except (NotConfigured, ToolDefinitionError) as reason:
+            opened += make_tools([ToolConfig(name=name)]).values()
+        except ToolDefinitionError as reason:
             leave_out(str(reason))
     return opened
 
 
-def _made(config: OnlineToolConfig | ToolConfig) -> Tool:
-    if isinstance(config, OnlineToolConfig):
-        return make_online_tool(config)
-    return guarded(make_tool(config), config)
-
-
-async def close_tools(tools: list[Tool]) -> None:
+async def close_tools(tools: list[Counted]) -> None:
     await asyncio.gather(*(tool.close() for tool in tools))

@@ -20,6 +20,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 
+from posttrain.task import EpisodeInvalid
 from posttrain.tools.invoke import as_error
 from posttrain.tools.mcp.client import OURS
 from posttrain.tools.protocol import Tool, ToolError
@@ -45,15 +46,14 @@ class ServedTool(FastTool):
         try:
             result = await self._tool.call(arguments)
         except Exception as raised:  # a fault of the tool is an error result, never the end of the server
-            error = as_error(self.name, raised)
-            return _failure(error if isinstance(error, ToolError) else None, str(error))
+            return _failure(as_error(self.name, raised))
         more = {"cost": dict(result.cost), "cached": result.cached}
         return FastResult(content=result.text, structured_content={"data": result.data}, meta={OURS: more})
 
 
-def _failure(error: ToolError | None, text: str) -> FastResult:
-    if error is None:  # the episode cannot be judged: a client can only be told that the call failed
-        return FastResult(content=text, is_error=True)
+def _failure(error: ToolError | EpisodeInvalid) -> FastResult:
+    if isinstance(error, EpisodeInvalid):  # the episode cannot be judged: others are told that the call failed
+        return FastResult(content=str(error), is_error=True, meta={OURS: {"invalid": error.reason}})
     more = {"status": error.status.value, "transient": error.transient, "retry_after": error.retry_after}
     return FastResult(content=error.message, is_error=True, meta={OURS: more})
 

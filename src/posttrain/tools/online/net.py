@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from posttrain.tools.online.addresses import Address, Reach, Refused, parse_literal, place
 from posttrain.tools.protocol import ToolError
 from posttrain.trajectory import CallStatus
+from posttrain.urls import VariableName
 
 USER_AGENT = "posttrain/0.1 (research agent; HTTP client)"
 Resolver = Callable[[str, int], Awaitable[list[Address]]]
@@ -47,7 +48,7 @@ class NetOptions(BaseModel):
     max_connections: int = Field(default=32, ge=1)
     ports: tuple[int, ...] = (80, 443, 8080, 8443)  # of hosts that are not named in `allow`
     allow: tuple[str, ...] = ()  # "host:port" of places that may be reached wherever they are, such as 127.0.0.1:8080
-    proxy_env: str | None = None
+    proxy_env: VariableName | None = None
     # the environment variable with the URL of a proxy; the proxy then looks names up, so it must refuse private ones
 
     @field_validator("allow")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from posttrain.foreign_json import read_json
 from posttrain.tools.online.arguments import Arguments, parse, spec_of
 from posttrain.tools.online.massive_serve import check_configured
 from posttrain.tools.online.render import call_id, document, result_of
@@ -37,7 +37,7 @@ class RerankArguments(Arguments):
     @classmethod
     def _from_text(cls, given: Any) -> Any:
         """Calls written as tags carry the list as JSON text."""
-        return json.loads(given) if isinstance(given, str) and given.lstrip().startswith("[") else given
+        return read_json(given) if isinstance(given, str) and given.lstrip().startswith("[") else given
 
 
 class Reranker:

@@ -6,17 +6,18 @@ they are struck out of every answer and every error text, should a service repea
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from posttrain.foreign_json import read_json
 from posttrain.tools.online.net import Answer, Net, NetOptions
 from posttrain.tools.protocol import ToolError
 from posttrain.trajectory import CallStatus
+from posttrain.urls import VariableName, server_url
 
 STRUCK_OUT = "[key]"
 _DETAIL_KEYS = ("error", "message", "detail", "errorMessage")
@@ -31,10 +32,17 @@ class ServiceOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    base_url: str | None = Field(default=None, pattern="^https?://[^/?#]")  # reached even where it is not public
-    key_env: str | None = None  # the environment variable with the key
+    base_url: str | None = None  # reached even where it is not public
+    key_env: VariableName | None = None  # the environment variable with the key
     usd_per_request: float = Field(default=0.0, ge=0)  # counted in the cost of a call
     net: NetOptions = Field(default_factory=NetOptions)
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        if url is not None:
+            server_url(url, "http://127.0.0.1:8000", keys="the variable that key_env names")
+        return url
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,7 @@ class Service:
 
     def _json(self, answer: Answer) -> Any:
         try:
-            return json.loads(self._text(answer))
+            return read_json(self._text(answer))
         except ValueError as error:
             kind = answer.content_type or "no content type"
             raise self.fail(f"answered with something else than JSON ({kind})", transient=True) from error
@@ -133,7 +141,7 @@ def status_error(tool: str, answer: Answer, detail: str = "") -> ToolError:
 def _detail(answer: Answer) -> str:
     """What a JSON answer says of its error; pages of HTML say nothing to anybody."""
     try:
-        said = json.loads(answer.body)
+        said = read_json(answer.body)
     except ValueError:
         return ""
     while isinstance(said, dict):
