@@ -207,3 +207,44 @@ def test_key_names_are_what_a_user_can_set():
 def test_configs_made_in_code_get_the_same_checks():
     with pytest.raises(ConfigError, match="config: section 'model' is missing"):
         parse_config(RLConfig, {"data": {"train": "a"}})
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.path=${oc.env:SOME_API_KEY}", "model.path"),
+        ("run.name=s3cret-0123456789", "run.name"),
+        ('mcp=["server --key ${oc.env:SOME_API_KEY}"]', "mcp[0]"),
+        ('mcp=[{command: server, env: {KEY: "${oc.env:SOME_API_KEY}"}}]', "mcp[0].env.KEY"),
+    ],
+)
+def test_a_secret_of_the_environment_in_a_config_is_refused(
+    load, monkeypatch: pytest.MonkeyPatch, override: str, key: str
+):
+    """The config is stored with the run, printed by `plan` and shown by the viewer."""
+    monkeypatch.setenv("SOME_API_KEY", "s3cret-0123456789")
+    said = refused(load, override)
+    assert f"{key}: holds the value of SOME_API_KEY" in said
+    assert "s3cret" not in said
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "mcp=['http://user:s3cret-0123456789@host/mcp']",
+        "mcp=['https://host/mcp?exaApiKey=s3cret-0123456789']",
+        "mcp=[{url: 'http://host', token_env: 's3cret-0123456789'}]",
+        "retrieval={url: 'http://user:s3cret-0123456789@host'}",
+        "retrieval={url: 'http://host?key=s3cret-0123456789'}",
+        "retrieval={url: 'http://host', http: {token_env: 's3cret-0123456789'}}",
+        "retrieval={corpus: c.jsonl, rerank: {url: 'http://user:s3cret-0123456789@host'}}",
+        "tools=[{name: massive_serve, options: {base_url: 'http://user:s3cret-0123456789@host'}}]",
+        "tools=[{name: massive_serve, options: {base_url: 'http://host?token=s3cret-0123456789'}}]",
+        "tools=[{name: google_search, options: {key_env: 's3cret-0123456789'}}]",
+        "tools=[{name: google_search, options: {net: {proxy_env: 'http://user:s3cret-0123456789@proxy'}}}]",
+    ],
+)
+def test_a_key_that_is_written_out_is_refused_and_not_repeated(load, override: str):
+    said = refused(load, override)
+    assert "must not hold a" in said or "not the key itself" in said
+    assert "s3cret" not in said.replace(override, "")

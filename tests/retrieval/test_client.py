@@ -304,10 +304,29 @@ def test_headers_are_sent_and_the_path_completed():
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://h/retrieve", "http://", ""])
 def test_urls_that_cannot_work(url: str):
-    with pytest.raises(ValueError, match="expected a retrieval URL such as"):
+    with pytest.raises(ValueError, match="URL"):
         HttpRetriever(url)
 
 
 def test_top_k_below_one_is_refused_before_anything_is_sent():
     with pytest.raises(ValueError, match="top_k must be at least 1"):
         ask(HttpRetriever(unused_url()), ["x"], 0)
+
+
+def test_a_server_that_repeats_the_token_gives_it_to_nobody(monkeypatch: pytest.MonkeyPatch):
+    """Neither in an error, which is logged, nor in a passage, which the policy reads."""
+    monkeypatch.setenv("SEARCH", "s3cret-0123456789")  # no name that tells a secret
+    options = HttpOptions(token_env="SEARCH", max_attempts=1)
+    with raw_server(answer('{"detail": "Bearer s3cret-0123456789 is wrong"}', status="401 Unauthorized")) as server:
+        error = failure(HttpRetriever(server.url, options))
+    assert "s3cret" not in str(error)
+    assert "[token]" in str(error)
+    body = '{"result": [[{"document": {"id": "1", "contents": "for s3cret-0123456789"}, "score": 1}]]}'
+    with raw_server(answer(body)) as server:
+        assert ask(HttpRetriever(server.url, options), ["x"])[0][0].contents == "for [token]"
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, '{"result": ' * 100_000])
+def test_json_that_is_nested_without_end_is_a_bad_payload(body: str):
+    with raw_server(answer(body)) as server:
+        assert failure(HttpRetriever(server.url, HttpOptions(max_attempts=1))).kind == "bad_payload"

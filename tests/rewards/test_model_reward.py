@@ -151,7 +151,7 @@ def test_served_as_openrlhf_does_it_scores_the_same(path):
         answer = httpx.post(f"{url}/get_reward", json={"query": texts}, headers={"Authorization": "Bearer s3cret"})
         assert answer.json()["rewards"] == [direct[0].value, direct[1].value, None]
         assert httpx.post(f"{url}/get_reward", json={"query": texts}).status_code == 401
-        for bad in (b"x", b"[]", b'{"query": "text"}', b'{"query": [1]}'):
+        for bad in (b"x", b"[]", b'{"query": "text"}', b'{"query": [1]}', b"[" * 100_000):
             done = httpx.post(f"{url}/get_reward", content=bad, headers={"Authorization": "Bearer s3cret"})
             assert done.status_code == 400
         assert httpx.get(f"{url}/healthz").json()["status"] == "ok"

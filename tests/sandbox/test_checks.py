@@ -80,6 +80,33 @@ def test_statements_must_reach_their_end(box: Sandbox):
         assert reasons(judge(box, escape, tests)) == ["error", "error"]
 
 
+FOUND_OPEN = """
+import os
+for number in range(3, 64):
+    try: os.write(number, LINE)
+    except OSError: pass
+def f(x): return 1
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 60_000,
+        b'[0, {"value": ' * 4_000,
+        b'[0, {"value": ' + b"[" * 950 + b"]" * 950 + b"}]",
+        b"9" * 6000,
+        b"\xff",
+    ],
+    ids=["nested lists", "nested objects", "deep", "a long number", "no text"],
+)
+def test_what_a_program_writes_among_the_answers_breaks_nothing(box: Sandbox, line: bytes):
+    """A wrong answer stays wrong: it must not become a sample that cannot be judged."""
+    code = FOUND_OPEN.replace("LINE", repr(line + b"\n"))
+    (result,) = judge(box, code, [{"call": "f(3)", "expected": [9]}])
+    assert (result.passed, result.reason) == (False, "wrong_answer")
+
+
 @pytest.mark.parametrize(
     "cheat",
     [

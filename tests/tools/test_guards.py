@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.task import EpisodeInvalid
 from posttrain.tools import Tool, ToolError, ToolResult, ToolSpec
-from posttrain.tools.guards import Concurrent, Counted, Deadline, RateLimited, Retrying
+from posttrain.tools.guards import Concurrent, Counted, Deadline, RateLimited, Redacted, Retrying
 from posttrain.trajectory import CallStatus
 
 BUSY = ToolError(CallStatus.FAILED, "busy", transient=True)
@@ -171,3 +171,22 @@ def test_guards_are_tools_and_close_what_is_inside():
     assert tool.spec is script.spec
     asyncio.run(tool.close())
     assert script.acts == ["closed"]
+
+
+SECRET = "s3cret-0123456789"
+
+
+def test_no_secret_of_the_environment_is_in_a_result_or_an_error(monkeypatch: pytest.MonkeyPatch):
+    """A function that returns its settings, a service that repeats the key which it was given."""
+    monkeypatch.setenv("SERVICE_API_KEY", SECRET)
+    documents = [{"id": 1, "url": f"https://host/?key={SECRET}"}, {SECRET: None}]
+    result = run(Redacted(Script(ToolResult(text=f"with {SECRET}", data=documents, cost={"requests": 1}))))
+    assert result.text == "with [SERVICE_API_KEY]"
+    assert result.data == [{"id": 1, "url": "https://host/?key=[SERVICE_API_KEY]"}, {"[SERVICE_API_KEY]": None}]
+    assert result.cost == {"requests": 1}
+    clean = ToolResult(text="a", data=documents[:0])
+    assert run(Redacted(Script(clean))) is clean
+    with pytest.raises(ToolError) as refused:
+        run(Redacted(Script(ToolError(CallStatus.FAILED, f"401 for {SECRET}", transient=True, retry_after=3.0))))
+    assert (str(refused.value), refused.value.message) == ("401 for [SERVICE_API_KEY]",) * 2
+    assert (refused.value.transient, refused.value.retry_after) == (True, 3.0)

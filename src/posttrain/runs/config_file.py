@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from posttrain.redaction import secret_in
+from posttrain.redaction import redacted, secret_in
 
 KeyPath = tuple[str | int, ...]
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -238,7 +238,10 @@ def _refuse_secrets(data: Any, source: _Source) -> None:
     if found:
         advice = "it would be stored with the run; name the variable instead (key_env, token_env, pass_env)"
         raise ConfigError(
-            [f"{source.place(path)}: {dotted(path)}: holds the value of {name}; {advice}" for path, name in found]
+            [
+                redacted(f"{source.place(path)}: {dotted(path)}: holds the value of {name}; {advice}")
+                for path, name in found
+            ]
         )
 
 

@@ -229,6 +229,15 @@ class TestAttacks:
         assert initialize(url, host="attacker.example", **right).status_code in (400, 403, 421)
         assert initialize(url, origin="http://attacker.example", **right).status_code in (400, 403)
 
+    @pytest.mark.parametrize(
+        ("body", "status"), [(b"[" * (64 << 20), 413), (b"[" * 100_000, 400)], ids=["a huge body", "a deep one"]
+    )
+    def test_odd_bodies_are_refused_and_it_goes_on(self, url: str, body: bytes, status: int):
+        right = {"authorization": f"Bearer {TOKEN}", "accept": "application/json, text/event-stream"}
+        right["content-type"] = "application/json"
+        assert httpx.post(url, content=body, headers=right, trust_env=False, timeout=30).status_code == status
+        assert initialize(url, authorization=right["authorization"]).status_code == 200
+
     def test_it_listens_on_this_machine_only(self, url: str):
         assert url.startswith("http://127.0.0.1:")
         port = int(url.split(":")[2].split("/")[0])
