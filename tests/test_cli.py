@@ -117,7 +117,7 @@ def test_a_run_ends_in_one_line_of_json_and_a_finished_run_resumes_to_the_same(c
         (["retrieval.url=http://127.0.0.1:9"], "exactly one of corpus, index and url; got ..corpus., .url.."),
         (
             ["retrieval.corpus=null", "retrieval.url=localhost:8"],
-            "expected a retrieval URL such as http://127.0.0.1:8000",
+            "expected a URL such as http://127.0.0.1:8000",
         ),
         (["model.path=gone"], "no model directory gone; model.path must hold config.json and .*safetensors"),
         (["model.path=empty.jsonl"], "empty.jsonl is a file; model.path must be the directory"),

@@ -46,7 +46,7 @@ def test_a_url_makes_a_client_with_its_options():
     [
         ({}, "exactly one of corpus, index and url; got none of them"),
         ({"corpus": "a", "index": "b"}, r"got \[.corpus., .index.\]"),
-        ({"url": "localhost:8000"}, "expected a retrieval URL such as http://.*, got .localhost:8000."),
+        ({"url": "localhost:8000"}, "expected a URL such as http://.*, got .localhost:8000."),
         ({"corpus": "a", "topk": 3}, "topk"),
         ({"corpus": "a", "top_k": 0}, "top_k"),
         ({"corpus": "a", "b": 2}, "less than or equal to 1"),
