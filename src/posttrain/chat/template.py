@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from posttrain.boundary.foreign_json import read_json
 from posttrain.chat.encoding import Encoder
 from posttrain.chat.errors import ChatError
-from posttrain.foreign_json import read_json
 from posttrain.task import Message
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
+from posttrain.boundary.foreign_json import read_json
 from posttrain.endpoint.wire import Asked, Refusal, Reply, chunks, completion, parse_chat, parse_text
-from posttrain.foreign_json import read_json
 
 T = TypeVar("T")
 Scope = dict[str, Any]

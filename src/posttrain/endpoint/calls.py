@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from posttrain.boundary.foreign_json import read_json
 from posttrain.chat import Renderer
 from posttrain.chat.calls import SYNTAXES, NotExpressible, Signatures, parse_turn, stop_ids
 from posttrain.endpoint.wire import Refusal
-from posttrain.foreign_json import read_json
 from posttrain.task import Message
 from posttrain.tools.protocol import ToolSpec
 from posttrain.trajectory import CallStatus, Source, StopReason, ToolCall

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.boundary.foreign_json import read_json
 from posttrain.chat import ChatError, Renderer
 from posttrain.endpoint.calls import CallForm, Pieces
 from posttrain.endpoint.wire import Asked, Refusal, Reply
-from posttrain.foreign_json import read_json
 from posttrain.rollout import Ticket
 from posttrain.sampler.protocol import Sampled
 from posttrain.task import Message

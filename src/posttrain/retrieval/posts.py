@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from posttrain.boundary.urls import VariableName, is_loopback, server_url
 from posttrain.retrieval.protocol import FailureKind, RetrievalError
 from posttrain.retrieval.wire import excerpt
-from posttrain.urls import VariableName, is_loopback, server_url
 
 T = TypeVar("T")
 

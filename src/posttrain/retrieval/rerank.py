@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.foreign_json import read_json
+from posttrain.boundary.foreign_json import read_json
 from posttrain.retrieval.encoder import EncoderError, model_folder, pick_device
 from posttrain.retrieval.posts import HttpCounters, HttpOptions, JsonPosts, endpoint
 from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever, check_top_k

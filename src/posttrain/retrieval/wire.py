@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.foreign_json import read_json
+from posttrain.boundary.foreign_json import read_json
 from posttrain.retrieval.protocol import Passage, RetrievalError, quoted
 
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.pipes import receive, send
+from posttrain.boundary.pipes import receive, send
 from posttrain.rewards.functions import FunctionSpec, RewardError
 from posttrain.task import Invalid, Outcome, Task
 from posttrain.trajectory import Episode

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.foreign_json import read_json
+from posttrain.boundary.foreign_json import read_json
 from posttrain.task import Task
 
 IMPORTANCE = {"Answer Critical": 1.0, "Valuable": 0.5, "Context": 0.25}  # of the unweighted shapes

@@ -10,8 +10,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from posttrain.boundary.foreign_json import read_json
 from posttrain.deadline import in_thread
-from posttrain.foreign_json import read_json
 from posttrain.rewards.model import ModelReward
 from posttrain.task import Score
 

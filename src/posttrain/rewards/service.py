@@ -17,10 +17,10 @@ from typing import Any, Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from posttrain.foreign_json import read_json
+from posttrain.boundary.foreign_json import read_json
+from posttrain.boundary.urls import VariableName, is_loopback, server_url
 from posttrain.rewards.functions import RewardError
 from posttrain.task import Invalid
-from posttrain.urls import VariableName, is_loopback, server_url
 
 Reason = Literal["service_timeout", "service_down", "service_refused", "service_bad_reply"]
 _EXCERPT = 300  # characters of a reply in an error

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.pipes import claim_standard_streams, receive, send
+from posttrain.boundary.pipes import claim_standard_streams, receive, send
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction
 from posttrain.task import Task
 from posttrain.trajectory import Episode

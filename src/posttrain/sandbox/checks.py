@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.foreign_json import read_json
+from posttrain.boundary.foreign_json import read_json
 from posttrain.sandbox.box import Sandbox, SandboxResult
 
 Reason = Literal["", "wrong_answer", "error", "wall", "cpu", "memory", "output", "disk"]

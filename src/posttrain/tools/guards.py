@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from posttrain.boundary.redaction import redacted
 from posttrain.deadline import DeadlinePassed, ends_in, within
-from posttrain.redaction import redacted
 from posttrain.task import EpisodeInvalid
 from posttrain.tools.invoke import as_error
 from posttrain.tools.protocol import Tool, ToolError, ToolResult, ToolSpec

@@ -11,8 +11,8 @@ import traceback
 from collections import Counter
 from typing import Any
 
+from posttrain.boundary.redaction import redacted
 from posttrain.coerce import coerce_text
-from posttrain.redaction import redacted
 from posttrain.task import EpisodeInvalid
 from posttrain.tools.protocol import ToolError, ToolResult
 from posttrain.trajectory import CallStatus

@@ -17,8 +17,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.boundary.pipes import receive, send
 from posttrain.deadline import in_thread
-from posttrain.pipes import receive, send
 from posttrain.tools.processes import TOKEN, kill_tree
 from posttrain.tools.protocol import ToolError, ToolResult
 from posttrain.tools.schema import ToolDefinitionError

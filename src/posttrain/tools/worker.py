@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from posttrain.boundary.pipes import claim_standard_streams, receive, send
 from posttrain.location import locate
-from posttrain.pipes import claim_standard_streams, receive, send
 from posttrain.tools.invoke import as_error, as_result
 from posttrain.tools.processes import TOKEN, kill_tree
 from posttrain.tools.protocol import ToolError

@@ -10,8 +10,8 @@ from typing import Any
 import mcp_types
 from fastmcp.client.client import CallToolResult
 
+from posttrain.boundary.redaction import redacted
 from posttrain.location import did_you_mean
-from posttrain.redaction import redacted
 from posttrain.task import EpisodeInvalid
 from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.tools.mcp.connection import McpConnection

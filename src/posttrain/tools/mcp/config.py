@@ -12,10 +12,10 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from posttrain.redaction import SECRET_NAME
+from posttrain.boundary.redaction import SECRET_NAME
+from posttrain.boundary.urls import VariableName, server_url
 from posttrain.tools.config import CacheConfig, ToolLimits
 from posttrain.tools.online.service import NotConfigured
-from posttrain.urls import VariableName, server_url
 
 _URL = re.compile(r"^https?://[^/?#]+")
 _FROM_ENVIRONMENT = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")  # in a URL: {EXA_API_KEY}

@@ -28,8 +28,8 @@ from fastmcp.client.transports import ClientTransport, StdioTransport, Streamabl
 from fastmcp.exceptions import FastMCPError
 from mcp.shared.exceptions import MCPError
 
+from posttrain.boundary.redaction import redacted
 from posttrain.deadline import in_thread
-from posttrain.redaction import redacted
 from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.tools.mcp.leash import sweep
 from posttrain.tools.processes import TOKEN

@@ -27,10 +27,10 @@ import httpcore
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from posttrain.boundary.urls import VariableName
 from posttrain.tools.online.addresses import Address, Reach, Refused, parse_literal, place
 from posttrain.tools.protocol import ToolError
 from posttrain.trajectory import CallStatus
-from posttrain.urls import VariableName
 
 USER_AGENT = "posttrain/0.1 (research agent; HTTP client)"
 Resolver = Callable[[str, int], Awaitable[list[Address]]]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from posttrain.foreign_json import read_json
+from posttrain.boundary.foreign_json import read_json
 from posttrain.tools.online.arguments import Arguments, parse, spec_of
 from posttrain.tools.online.massive_serve import check_configured
 from posttrain.tools.online.render import call_id, document, result_of

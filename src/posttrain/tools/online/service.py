@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from posttrain.foreign_json import read_json
+from posttrain.boundary.foreign_json import read_json
+from posttrain.boundary.urls import VariableName, server_url
 from posttrain.tools.online.net import Answer, Net, NetOptions
 from posttrain.tools.protocol import ToolError
 from posttrain.trajectory import CallStatus
-from posttrain.urls import VariableName, server_url
 
 STRUCK_OUT = "[key]"
 _DETAIL_KEYS = ("error", "message", "detail", "errorMessage")

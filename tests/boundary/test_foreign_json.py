@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.foreign_json import read_json
+from posttrain.boundary.foreign_json import read_json
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Annotated
 import httpx
 from pydantic import AfterValidator
 
-from posttrain.redaction import variable_name
+from posttrain.boundary.redaction import variable_name
 
 VariableName = Annotated[str, AfterValidator(variable_name)]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.urls import is_loopback, server_url
+from posttrain.boundary.urls import is_loopback, server_url
 
 SECRET = "s3cret-0123456789"
 

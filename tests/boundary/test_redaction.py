@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.redaction import redacted, secret_in, variable_name
+from posttrain.boundary.redaction import redacted, secret_in, variable_name
 
 SECRET = "s3cret-0123456789"
 
