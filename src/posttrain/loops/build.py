@@ -13,7 +13,7 @@ from typing import Any, Literal
 from transformers import AutoTokenizer
 
 from posttrain.chat import Renderer
-from posttrain.config import WORLDS, ConfigError, RLConfig, resolve
+from posttrain.config import WORLDS, ConfigError, RLConfig, options_for, resolve
 from posttrain.data import TaskSet, load_tasks
 from posttrain.endpoint import AgentEpisode, ExternalAgent, Host
 from posttrain.envs.protocol import check_env
@@ -225,7 +225,7 @@ def env_maker(
     if env.takes_retriever:
         if retriever is None or config.retrieval is None:
             raise ConfigError([f"the env {name}, which some rows ask for, searches: add a `retrieval:` section"])
-        options |= {"retriever": retriever, "top_k": config.retrieval.top_k}
+        options |= options_for(env.factory, {"retriever": retriever, "top_k": config.retrieval.top_k})
     if env.takes_tools:
         if not tools:
             raise ConfigError([f"the env {name}, which some rows ask for, calls tools: add a `tools:` section"])
