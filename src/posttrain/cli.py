@@ -58,23 +58,35 @@ def rl(
     as_json: AsJson = False,
 ) -> None:
     """Train by reinforcement learning."""
+    from posttrain.cluster.start import mustered
     from posttrain.loops import rl as loop
 
-    run = loop.start(_rl_config(config, overrides, smoke=smoke), on_plan=lambda p: typer.echo(p.render(), err=as_json))
-    _train(run, as_json)
+    found = _rl_config(config, overrides, smoke=smoke)
+    with mustered(found) as crew:
+        if crew is not None:
+            run = loop.start(found, on_plan=lambda p: typer.echo(p.render(), err=as_json), crew=crew)
+            _train(run, as_json)
 
 
 @app.command()
-def resume(run_dir: Path, as_json: AsJson = False) -> None:
+def resume(
+    run_dir: Path,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Instead of the run's own trainer.ranks.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Go on with a run from its latest checkpoint, exactly as if it had never stopped."""
+    from posttrain.cluster.start import mustered
     from posttrain.loops import rl as loop
 
-    run = loop.resume(run_dir, on_plan=lambda p: typer.echo(p.render(), err=as_json))
-    if run.finished:
-        typer.echo(f"finished: all {run.step} steps are done, nothing is left to do", err=as_json)
-    elif run.step:
-        typer.echo(f"resuming after step {run.step} of {run.config.run.steps}", err=as_json)
-    _train(run, as_json)
+    with mustered(loop.config_of(run_dir), ranks) as crew:
+        if crew is None:
+            return
+        run = loop.resume(run_dir, on_plan=lambda p: typer.echo(p.render(), err=as_json), crew=crew)
+        if run.finished:
+            typer.echo(f"finished: all {run.step} steps are done, nothing is left to do", err=as_json)
+        elif run.step:
+            typer.echo(f"resuming after step {run.step} of {run.config.run.steps}", err=as_json)
+        _train(run, as_json)
 
 
 @app.command("eval")

@@ -46,6 +46,7 @@ from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.trainer.critic import CriticConfig
 from posttrain.trainer.loading import ModelConfig
 from posttrain.trainer.optimizer import OptimizerConfig, lr_at
+from posttrain.trainer.ranks import TrainerConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -69,6 +70,7 @@ __all__ = [
     "SamplingConfig",
     "Section",
     "ShapingConfig",
+    "TrainerConfig",
     "check_options",
     "config_yaml",
     "key_error",
@@ -255,6 +257,7 @@ class RLConfig(Section):
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = OptimizerConfig.model_validate({})
     critic: CriticConfig | None = None
+    trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     smoke: dict[str, Any] = Field(default={}, description="dotted keys that `--smoke` sets, for a first small try")

@@ -18,6 +18,7 @@ from posttrain.data import TaskSet, load_tasks
 from posttrain.endpoint import AgentEpisode, ExternalAgent, Host
 from posttrain.envs.protocol import check_env
 from posttrain.loops.collect import Collector, Credit
+from posttrain.loops.learner import Learner
 from posttrain.loops.toolbox import close_tools, open_tools, tools_for, warm
 from posttrain.retrieval.client import HttpRetriever
 from posttrain.retrieval.config import make_retriever
@@ -277,6 +278,13 @@ def make_sampler(policy: Policy, parts: Stage, engines: int | None = None) -> Na
     """One sampler for training and evaluation. It truncates when asked to; the config refuses that for training."""
     workers = workers_for(policy.device) if engines is None else engines
     return NativeSampler(policy, parts.tokenizer, workers=workers, truncation="allow")
+
+
+def sampler_of_rank(learner: Learner, tokenizer: Any) -> NativeSampler:
+    """The same, of one of the ranks of a run, or of the only one."""
+    policy, engines = learner.sampled, learner.config.sampling.engines
+    share = max(1, workers_for(policy.device) // learner.ranks.on_this_host)
+    return NativeSampler(policy, tokenizer, workers=engines or share, truncation="allow")
 
 
 def training_params(config: RLConfig) -> SamplingParams:

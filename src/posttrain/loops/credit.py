@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,16 +18,34 @@ from posttrain.algorithms.kl import in_reward
 from posttrain.algorithms.returns import gae_returns, whitened
 from posttrain.loops.learner import Learner
 from posttrain.loops.shape import leave_out, shape_rewards, truncated_tokens
-from posttrain.packing import Batch, pack, segment_bins, select
+from posttrain.loops.together import bins_for, forward_together
+from posttrain.packing import Batch, pack, select
 from posttrain.runs.plugins import options_for
 from posttrain.trajectory import Trajectory
 
 
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What the models need to know of usable trajectories; the same on every rank."""
+
+    batch: Batch
+    truncated: Tensor  # [T] bool, see `truncated_tokens`
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> Lesson:
+        batch = pack(trajectories)
+        return cls(batch, truncated_tokens(trajectories, batch))
+
+
 def assign_credit(trajectories: Sequence[Trajectory], learner: Learner) -> Batch:
     """Packs usable trajectories and gives every policy token its advantage."""
+    return credited(Lesson.of(trajectories), learner)
+
+
+def credited(lesson: Lesson, learner: Learner) -> Batch:
+    """The batch of a lesson, which becomes one to learn from; every rank has to do it."""
     algorithm = learner.config.algorithm
-    batch = pack(trajectories)
-    truncated = truncated_tokens(trajectories, batch)
+    batch, truncated = lesson.batch, lesson.truncated
     batch.old_logprobs = old_logprobs(batch, learner)
     shape_rewards(batch, truncated, learner)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
@@ -85,9 +103,11 @@ def kl_of_some(batch: Batch, learner: Learner) -> tuple[float, int] | None:
 @torch.no_grad()
 def by_micro_batch(forward: Callable[[Batch], Tensor], batch: Batch, learner: Learner) -> Tensor:
     """[T] of a forward without gradients, computed a micro-batch at a time and put back in the batch's order."""
+    bins = bins_for(batch, learner)
+    if learner.ranks.size > 1:
+        return forward_together(forward, batch, bins, learner)
     out = torch.zeros(len(batch))
-    shared = learner.policy.computes_prefixes_once
-    for segments in segment_bins(batch, learner.config.batch.tokens_per_micro_batch, shared=shared):
+    for segments in bins:
         part = select(batch, segments)
         out[batch.tokens_of(segments)] = forward(part).float().cpu()
     return out

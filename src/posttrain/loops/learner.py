@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,11 +17,14 @@ from posttrain.algorithms import LOSSES
 from posttrain.algorithms.kl import adapted_kl_coef, bounded, straight_through
 from posttrain.algorithms.shaping import Running
 from posttrain.config import RLConfig
+from posttrain.runs.rng import seed_everything
 from posttrain.trainer.critic import Critic
 from posttrain.trainer.loading import load_config, model_path, pick_device
-from posttrain.trainer.optimizer import Optimizer
+from posttrain.trainer.optimizer import Optimizer, OptimizerConfig
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy
+from posttrain.trainer.ranks import ALONE, Ranks
+from posttrain.trainer.sharding import copy_weights, let_go
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 CRITIC_OPTIMIZER_FILE = "critic_optimizer.safetensors"
@@ -33,7 +36,11 @@ SMALL_HIDDEN_SIZE = 1024
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
-    """The models of a run. `ref` is there only when a KL is asked for, `critic` only when the config has one."""
+    """The models of a run. `ref` is there only when a KL is asked for, `critic` only when the config has one.
+
+    On several ranks every one of them holds a learner, whose models are sharded; `replica` is then the whole policy in
+    the dtype that it computes in, for the sampler of this rank.
+    """
 
     config: RLConfig
     policy: Policy
@@ -44,6 +51,8 @@ class Learner:
     sampler_shares_weights: bool = True  # the sampler runs `policy` itself
     kl_coef: float = 0.0  # as the controller has left it
     running: Running = field(default_factory=Running)  # of all rewards so far, for their normalisation
+    ranks: Ranks = ALONE
+    replica: Policy | None = None
 
     @property
     def temperature(self) -> float:
@@ -91,35 +100,92 @@ class Learner:
 
     @property
     def parallel_micro_batches(self) -> int:
-        """Micro-batches worked on at once: threads on a CPU, one at a time on a GPU."""
+        """Micro-batches worked on at once: threads on a CPU, one at a time on a GPU, one on each of several ranks."""
+        if self.ranks.size > 1:
+            return self.ranks.size
         return self.config.batch.cpu_workers if self.policy.device.type == "cpu" else 1
 
+    @property
+    def sampled(self) -> Policy:
+        """What a sampler of this process runs; see `publish`."""
+        return self.policy if self.replica is None else self.replica
 
-def make_learner(config: RLConfig, optimizer_steps: int, checkpoint: Path | None = None) -> Learner:
+    def publish(self) -> None:
+        """Brings the weights of the policy to `sampled`, where it is not the policy itself."""
+        if self.replica is not None and self.replica.version != self.policy.version:
+            copy_weights(self.policy.module, self.replica.module)
+            self.replica.version = self.policy.version
+
+    def let_go(self) -> None:
+        """See `sharding.let_go`."""
+        for model in (self.policy, self.ref, self.critic):
+            if model is not None:
+                let_go(model.module)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Which models a process of a run loads: those of a new run, or those of a checkpoint."""
+
+    config: RLConfig
+    optimizer_steps: int  # of the whole run
+    checkpoint: Path | None = None
+
+    def load(self, ranks: Ranks) -> Learner:
+        seed_everything(self.config.run.seed)
+        return make_learner(self.config, self.optimizer_steps, self.checkpoint, ranks)
+
+
+def make_learner(
+    config: RLConfig, optimizer_steps: int, checkpoint: Path | None = None, ranks: Ranks = ALONE
+) -> Learner:
     """Loads the models of a new run, or those of a checkpoint together with their optimizers."""
     model = config.model if checkpoint is None else config.model.model_copy(update={"path": str(checkpoint)})
     if pick_device(model.device).type == "cpu":  # before anything is computed: start-up checks stall, too
         hidden_size = load_config(model_path(model.path)).get_text_config().hidden_size
-        torch.set_num_threads(threads_for(hidden_size))
+        torch.set_num_threads(max(1, threads_for(hidden_size) // ranks.on_this_host))
         if hidden_size < SMALL_HIDDEN_SIZE:
             keep_freed_memory()
-    policy = Policy.from_config(model)
+    policy = _spread(Policy.from_config(model), config, ranks)
     learner = Learner(
         config=config,
         policy=policy,
-        optimizer=Optimizer(policy.parameters(), config.optimizer, optimizer_steps),
-        ref=Policy.from_config(config.model) if config.algorithm.kl_coef > 0 or config.algorithm.measure_kl else None,
+        optimizer=_optimizer(policy, config.optimizer, optimizer_steps, ranks),
+        ref=_make_ref(config, ranks) if config.algorithm.kl_coef > 0 or config.algorithm.measure_kl else None,
         kl_coef=config.algorithm.kl_coef,
+        ranks=ranks,
+        replica=Policy.from_config(model) if ranks.size > 1 else None,
     )
     if config.critic is not None:
         start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
-        learner.critic = Critic.from_policy(start, config.model.device, config.model.dtype)
-        learner.critic_optimizer = Optimizer(learner.critic.parameters(), config.critic.optimizer, optimizer_steps)
+        learner.critic = _spread(Critic.from_policy(start, config.model.device, config.model.dtype), config, ranks)
+        learner.critic_optimizer = _optimizer(learner.critic, config.critic.optimizer, optimizer_steps, ranks)
     if checkpoint is not None:
         _load_optimizers(learner, checkpoint)
         memory = json.loads((checkpoint / MEMORY_FILE).read_text(encoding="utf-8"))
         learner.kl_coef, learner.running = memory["kl_coef"], Running(**memory["running"])
     return learner
+
+
+Model = TypeVar("Model", Policy, Critic)
+
+
+def _spread(model: Model, config: RLConfig, ranks: Ranks) -> Model:
+    if ranks.size > 1:
+        model.shard(ranks, config.trainer)
+    return model
+
+
+def _optimizer(model: Policy | Critic, config: OptimizerConfig, steps: int, ranks: Ranks) -> Optimizer:
+    return Optimizer(model.parameters(), config, steps, computes_in=model.dtype if ranks.size > 1 else None)
+
+
+def _make_ref(config: RLConfig, ranks: Ranks) -> Policy:
+    """Where it is sharded, frozen: in the dtype that it computes in, without room for moments."""
+    ref = Policy.from_config(config.model)
+    if ranks.size > 1:
+        ref.module.requires_grad_(False)
+    return _spread(ref, config, ranks)
 
 
 def threads_for(hidden_size: int) -> int:
@@ -131,15 +197,27 @@ def threads_for(hidden_size: int) -> int:
     return 1 if hidden_size < SMALL_HIDDEN_SIZE else os.cpu_count() or 1
 
 
-def save_learner(learner: Learner, folder: Path, tokenizer: Any) -> None:
-    """The policy in Hugging Face layout in `folder` itself, everything else beside it."""
-    learner.policy.save(folder, tokenizer)
-    save_file(dict(learner.optimizer.state_tensors()), folder / OPTIMIZER_FILE)
+def save_learner(learner: Learner, folder: Path | None, tokenizer: Any = None) -> None:
+    """The policy in Hugging Face layout in `folder` itself, everything else beside it.
+
+    None: the folder is another rank's, and this one only helps it to gather the shards.
+    """
+    learner.publish()
+    _save_state(learner.optimizer, None if folder is None else folder / OPTIMIZER_FILE)
+    if learner.critic is not None and learner.critic_optimizer is not None:
+        learner.critic.save(None if folder is None else folder / CRITIC_FOLDER)
+        _save_state(learner.critic_optimizer, None if folder is None else folder / CRITIC_OPTIMIZER_FILE)
+    if folder is None:
+        return
+    learner.sampled.save(folder, tokenizer)
     memory = {"kl_coef": learner.kl_coef, "running": asdict(learner.running)}
     (folder / MEMORY_FILE).write_text(json.dumps(memory), encoding="utf-8")
-    if learner.critic is not None and learner.critic_optimizer is not None:
-        learner.critic.save(folder / CRITIC_FOLDER)
-        save_file(dict(learner.critic_optimizer.state_tensors()), folder / CRITIC_OPTIMIZER_FILE)
+
+
+def _save_state(optimizer: Optimizer, file: Path | None) -> None:
+    tensors = optimizer.state_tensors(keep=file is not None)
+    if file is not None:
+        save_file(tensors, file)
 
 
 def _load_optimizers(learner: Learner, checkpoint: Path) -> None:

@@ -1,7 +1,8 @@
-"""The reinforcement-learning loop, synchronous, in one process.
+"""The reinforcement-learning loop, synchronous.
 
-Each step: roll out groups -> score -> assign credit -> update -> log -> evaluate -> checkpoint. The sampler runs the
-policy's own module, so that new weights are in place the moment they are made.
+Each step: roll out groups -> score -> assign credit -> update -> log -> evaluate -> checkpoint. In one process the
+sampler runs the policy's own module, so that new weights are in place the moment they are made. On several ranks this
+loop runs on the first of them; the others are its crew (see `cluster/crew.py`) and do with it what concerns the models.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from posttrain.cluster.crew import NOBODY, Crew
+from posttrain.cluster.sampler import SpreadSampler
 from posttrain.config import RLConfig, config_yaml, load_config, plan_of
 from posttrain.data import DataError, TaskStream
 from posttrain.loops.build import (
@@ -22,15 +25,15 @@ from posttrain.loops.build import (
     eval_params,
     load_parts,
     make_collector,
-    make_sampler,
+    sampler_of_rank,
     training_credit,
     training_params,
 )
 from posttrain.loops.collect import Collector, TooManyInvalid, check_invalid_share, usable
-from posttrain.loops.credit import assign_credit, kl_of_some
+from posttrain.loops.credit import Lesson, credited, kl_of_some
 from posttrain.loops.evaluate import Evaluation, evaluate
 from posttrain.loops.fill import accepted_groups, fill_step, mean_scores, record_filter
-from posttrain.loops.learner import Learner, make_learner, save_learner
+from posttrain.loops.learner import Learner, Models, save_learner
 from posttrain.loops.record import (
     record_credit,
     record_groups,
@@ -47,7 +50,7 @@ from posttrain.runs.checkpoint import Checkpoint, CheckpointStore, KeepBest
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import Metrics
 from posttrain.runs.plan import Plan
-from posttrain.runs.rng import rng_state, seed_everything, set_rng_state
+from posttrain.runs.rng import rng_state, set_rng_state
 from posttrain.runs.sinks import Sinks
 from posttrain.runs.trajectories import write_trajectories
 from posttrain.sampler.native import NativeSampler
@@ -70,7 +73,8 @@ class Run:
     stream: TaskStream
     collector: Collector
     eval_collector: Collector
-    sampler: NativeSampler
+    sampler: NativeSampler | SpreadSampler
+    crew: Crew
     sinks: Sinks
     log_file: logging.Handler
     step: int = 0
@@ -107,7 +111,7 @@ def plan_only(config: RLConfig) -> Plan:
     return plan_of(config, len(parts.train))
 
 
-def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None) -> Run:
+def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None, crew: Crew = NOBODY) -> Run:
     """A new run: reads all data, prints the plan, makes the directory, loads the model."""
     parts = load_parts(config)
     plan = plan_of(config, len(parts.train))
@@ -116,14 +120,14 @@ def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None) ->
     check_search(parts)
     directory = RunDirectory.create(config.run.directory, config_yaml(config), plan.render())
     try:
-        return _assemble(config, directory, parts, plan, checkpoint=None)
+        return _assemble(config, directory, parts, plan, checkpoint=None, crew=crew)
     except BaseException:
         parts.close()
         directory.abandon()
         raise
 
 
-def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None) -> Run:
+def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None, crew: Crew = NOBODY) -> Run:
     """The run at `path`, at its latest checkpoint; from the beginning when it was killed before the first one.
 
     A run that is finished comes back finished: `Run.finished` says so, and `train` does nothing more.
@@ -137,12 +141,17 @@ def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None) -> Run:
         if on_plan is not None:
             on_plan(plan)
         check_search(parts)
-        run = _assemble(config, directory, parts, plan, checkpoint=latest)
+        run = _assemble(config, directory, parts, plan, checkpoint=latest, crew=crew)
         directory.rewind(-1 if latest is None else run.step)  # -1: also the evaluation before the first step
     except BaseException:
         directory.close()
         raise
     return run
+
+
+def config_of(path: Path) -> RLConfig:
+    """That of the run at `path`. Raises RunError when there is none."""
+    return load_config(RLConfig, RunDirectory.config_in(path))
 
 
 def train(run: Run) -> Run:
@@ -185,9 +194,11 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
     _stop_if_broken(run, trajectories)
 
     # 2. assign credit: rewards -> advantages
-    if kept:
+    lesson = Lesson.of(kept) if kept else None
+    run.crew.order("learn", lesson, run.step + 1, learner.kl_coef)  # from here on the crew does as this loop does
+    if lesson is not None:
         with timed(metrics, "time/logprobs"):
-            batch = assign_credit(kept, learner)
+            batch = credited(lesson, learner)
         record_groups(metrics, batch, kept)
         record_credit(metrics, batch, learner.policy.version)
         if learner.kl_is_only_measured and (measured := kl_of_some(batch, learner)) is not None:
@@ -208,15 +219,21 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
 
 
 def _roll_out(run: Run, runner: asyncio.Runner, metrics: Metrics) -> list[Trajectory]:
-    """The sampler starts empty: it runs the policy itself, so that dropping what it cached is all the publishing there
-    is, and what a resumed run samples cannot depend on what was cached before the kill."""
-    run.sampler.reset()
+    publish(run)
     batch, algorithm = run.config.batch, run.config.algorithm
     sizes = {"prompts": batch.prompts_per_step, "group_size": batch.samples_per_prompt}
     filled = runner.run(fill_step(run.stream.next, run.collector, algorithm, **sizes, step=run.step + 1))
     record_filter(metrics, filled, algorithm)
     run.stream.report(mean_scores(filled.trajectories))
     return filled.trajectories
+
+
+def publish(run: Run) -> None:
+    """The sampler starts empty: where it runs the policy itself, dropping what it cached is all the publishing there
+    is, and what a resumed run samples cannot depend on what was cached before the kill."""
+    run.crew.order("publish")
+    run.learner.publish()
+    run.sampler.reset()
 
 
 def _stop_if_broken(run: Run, trajectories: list[Trajectory]) -> None:
@@ -242,7 +259,7 @@ def keep_advantages(trajectories: list[Trajectory], batch: Batch) -> None:
 
 def _evaluate(run: Run, runner: asyncio.Runner, metrics: Metrics) -> Metrics:
     assert run.parts.eval is not None
-    run.sampler.reset()  # as in `_roll_out`
+    publish(run)
     with timed(metrics, "time/eval"):
         done = runner.run(evaluate(run.parts.eval, run.eval_collector, run.config.eval))
     done.record(metrics)
@@ -266,12 +283,12 @@ def checkpoint(run: Run) -> None:
     best = run.config.checkpoint.keep_best
     if best is not None and best not in run.measured:
         log.warning("checkpoint.keep_best: nothing was measured as %s, only %s", best, ", ".join(run.measured))
-    run.store.commit(
-        run.step,
-        lambda folder: save_learner(run.learner, folder, run.parts.tokenizer),
-        state,
-        metric=None if best is None else run.measured.get(best),
-    )
+
+    def write(folder: Path) -> None:
+        run.crew.order("save")
+        save_learner(run.learner, folder, run.parts.tokenizer)
+
+    run.store.commit(run.step, write, state, metric=None if best is None else run.measured.get(best))
 
 
 def _restore(run: Run, state: dict) -> None:
@@ -289,12 +306,13 @@ def _restore(run: Run, state: dict) -> None:
 
 
 def _assemble(
-    config: RLConfig, directory: RunDirectory, parts: Parts, plan: Plan, *, checkpoint: Checkpoint | None
+    config: RLConfig, directory: RunDirectory, parts: Parts, plan: Plan, *, checkpoint: Checkpoint | None, crew: Crew
 ) -> Run:
-    seed_everything(config.run.seed)
-    learner = make_learner(config, plan.optimizer_steps, None if checkpoint is None else checkpoint.path)
+    models = Models(config, plan.optimizer_steps, None if checkpoint is None else checkpoint.path)
+    crew.order("begin", models)
+    learner = models.load(crew.ranks)
     stream_seed = config.run.seed if config.data.seed is None else config.data.seed
-    sampler = make_sampler(learner.policy, parts, config.sampling.engines)
+    sampler = crew.sampler(sampler_of_rank(learner, parts.tokenizer))
     run = Run(
         config=config,
         directory=directory,
@@ -303,6 +321,7 @@ def _assemble(
         parts=parts,
         learner=learner,
         sampler=sampler,
+        crew=crew,
         stream=TaskStream(
             parts.train, seed=stream_seed, shuffle=config.data.shuffle, curriculum=config.data.curriculum
         ),

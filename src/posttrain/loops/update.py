@@ -12,7 +12,8 @@ from posttrain.algorithms.losses import entropy_bonus
 from posttrain.algorithms.values import value_loss
 from posttrain.loops.credit import mini_batches
 from posttrain.loops.learner import Learner
-from posttrain.packing import Batch, micro_batches
+from posttrain.loops.together import bins_for, descend_together
+from posttrain.packing import Batch, select
 from posttrain.trainer.optimizer import Optimizer, StepReport, non_finite_segments
 from posttrain.trainer.parallel import accumulate_gradients
 
@@ -62,16 +63,16 @@ def _update_once(learner: Learner, mini: Batch | None, epoch: int, step: int) ->
 def _micro_batches(learner: Learner, mini: Batch | None) -> list[Batch]:
     if mini is None or not bool(mini.loss_mask.any()):
         return []
-    budget = learner.config.batch.tokens_per_micro_batch
-    shared = learner.policy.computes_prefixes_once
-    parts = micro_batches(mini, budget, at_least=learner.parallel_micro_batches, shared=shared)
-    return [part.to(learner.policy.device) for part in parts]
+    bins = bins_for(mini, learner, at_least=learner.parallel_micro_batches)
+    return [select(mini, segments).to(learner.policy.device) for segments in bins]
 
 
 def _descend(
     learner: Learner, optimizer: Optimizer, loss_of: Callable[[Learner, Batch], Tensor], parts: list[Batch]
 ) -> tuple[float, StepReport]:
     """Forward and backward of every micro-batch, then one step; the loss is that of the whole mini-batch."""
+    if learner.ranks.size > 1:
+        return descend_together(learner, loss_of, parts), optimizer.step()
     losses = accumulate_gradients(
         lambda part: loss_of(learner, part),
         parts,

@@ -65,10 +65,16 @@ class RunDirectory:
     @classmethod
     def resume(cls, path: Path) -> Self:
         """An existing run. Raises RunError when there is none at `path` or another process is writing it."""
+        cls.config_in(path)
+        return cls(path, _lock(path))
+
+    @staticmethod
+    def config_in(path: Path) -> Path:
+        """The config of the run at `path`. Raises RunError when there is none."""
         if not (path / "config.yaml").is_file():
             what = "is no run directory (it has no config.yaml)" if path.exists() else "does not exist"
             raise RunError(f"{path} {what}; give the folder that the run was started with{_runs_near(path)}")
-        return cls(path, _lock(path))
+        return path / "config.yaml"
 
     @property
     def config_file(self) -> Path:

@@ -16,8 +16,11 @@ from posttrain.trainer.loading import ModelError, load_decoder, no_progress_bars
 from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.policy import decoder_hidden_states, packed_hidden_states, scatter
+from posttrain.trainer.ranks import Ranks, TrainerConfig
+from posttrain.trainer.sharding import inside, shard, shard_alone, sharded_parts, whole_state
 
-HEAD_FILE = "value_head.safetensors"
+HEAD = "value_head"
+HEAD_FILE = f"{HEAD}.safetensors"
 
 
 class CriticConfig(BaseModel):
@@ -37,6 +40,7 @@ class Critic:
     def __init__(self, module: nn.Module, head: nn.Linear) -> None:
         self.module = module
         self.head = head
+        self._place: tuple[torch.device, torch.dtype] | None = None  # see `Policy`
         quicken_norms(module)
         self.narrows = prepare_last_layer(module)
 
@@ -58,13 +62,23 @@ class Critic:
             critic._load_head(Path(path) / HEAD_FILE)
         return critic
 
+    def shard(self, ranks: Ranks, config: TrainerConfig) -> None:
+        """See `Policy.shard`. The head becomes a part of the module; it computes in float32 as before."""
+        assert ranks.mesh is not None
+        self._place = (self.device, self.dtype)
+        self.module.add_module(HEAD, self.head)
+        shard_alone(self.head, ranks.mesh, offload=config.offload)
+        how = {"offload": config.offload, "reshard_after_forward": config.reshard_after_forward}
+        shard(self.module, ranks.mesh, self.dtype, **how)
+
     @property
     def device(self) -> torch.device:
-        return self.head.weight.device
+        return self.head.weight.device if self._place is None else self._place[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.module.parameters()).dtype
+        """In which it computes."""
+        return next(self.module.parameters()).dtype if self._place is None else self._place[1]
 
     @property
     def config(self) -> Any:
@@ -72,11 +86,14 @@ class Critic:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The trainable ones, by name."""
-        named = [*self.module.named_parameters(), *self.head.named_parameters(prefix="value_head")]
-        return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        named = dict(self.module.named_parameters()) | dict(self.head.named_parameters(prefix=HEAD))
+        return [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
 
     def values(self, batch: Batch) -> Tensor:
         """[T] float32, differentiable unless under no_grad; 0.0 off the loss mask."""
+        return inside(self.module, lambda: self._values(batch))
+
+    def _values(self, batch: Batch) -> Tensor:
         batch = batch.to(self.device)
         rows, hidden = packed_hidden_states(self, batch, before_policy_only=True)
         written = batch.loss_mask.nonzero()[:, 0]
@@ -85,20 +102,28 @@ class Critic:
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: Any) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens."""
-        return decoder_hidden_states(self.module, token_ids, positions, attention)
+        decoder = self.module if self._place is None else self.module.forward  # `inside` has gathered what it needs
+        return decoder_hidden_states(decoder, token_ids, positions, attention)
 
     def checkpoint_activations(self) -> None:
         """See `Policy.checkpoint_activations`."""
         self.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         self.module.train()
 
-    def save(self, directory: str | Path) -> None:
-        """Hugging Face layout of the decoder, and the head beside it."""
+    def save(self, directory: str | Path | None) -> None:
+        """Hugging Face layout of the decoder, and the head beside it. None: this rank only helps to gather shards."""
+        state, head = None, self.head.state_dict()
+        if sharded_parts(self.module):
+            state = whole_state(self.module, keep=directory is not None)
+            head = {name: state.pop(f"{HEAD}.{name}") for name in head if directory is not None}
+            state = {name: tensor.to(self.dtype) for name, tensor in state.items()}
+        if directory is None:
+            return
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         with no_progress_bars():
-            self.module.save_pretrained(target)  # type: ignore[operator]
-        save_file({name: tensor.contiguous() for name, tensor in self.head.state_dict().items()}, target / HEAD_FILE)
+            self.module.save_pretrained(target, state_dict=state)  # type: ignore[operator]
+        save_file({name: tensor.contiguous() for name, tensor in head.items()}, target / HEAD_FILE)
 
     def _load_head(self, file: Path) -> None:
         tensors = load_file(file)

@@ -15,6 +15,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from posttrain.trainer.sharding import like, whole
+
 STEPS_DONE = "steps_done"
 MASTER = "master"
 
@@ -66,13 +68,20 @@ class Optimizer:
     """Steps named parameters; `steps_done` counts the planned updates that are over, those left out included.
 
     Half-precision parameters get float32 master copies: at the learning rates of RL an update is smaller than the
-    spacing of bfloat16 and would round to nothing. The moments are float32 then, too.
+    spacing of bfloat16 and would round to nothing. The moments are float32 then, too. The parameters of a sharded model
+    are such masters themselves; computes_in: the dtype of such a model.
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total_steps: int | None = None
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        total_steps: int | None = None,
+        *,
+        computes_in: torch.dtype | None = None,
     ) -> None:
         self.config = config
+        self._computes_in = computes_in
         self.total_steps = total_steps
         self.steps_done = 0
         self.named = dict(parameters)
@@ -123,14 +132,20 @@ class Optimizer:
         """Planned updates without anything to learn from: the schedule moves on, weights and moments do not."""
         self.steps_done += count
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """All that a bit-exact resume needs, flat, for safetensors: `NAME/exp_avg`, `NAME/master`, .., `steps_done`."""
+    def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """All that a bit-exact resume needs, flat, for safetensors: `NAME/exp_avg`, `NAME/master`, .., `steps_done`.
+
+        Shards are gathered: every rank has to call it; with keep=False a rank only helps, and gets nothing.
+        """
         tensors = {STEPS_DONE: torch.tensor(self.steps_done)}
         for name, master in self._masters.items():
-            if master is not self.named[name]:
-                tensors[f"{name}/{MASTER}"] = master.detach().clone()
-            for key, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{name}/{key}"] = torch.as_tensor(value).detach().clone().contiguous()
+            state = {key: torch.as_tensor(value) for key, value in self._adamw.state.get(master, {}).items()}
+            if master is not self.named[name] or self._computes_in not in (None, master.dtype):
+                state = {MASTER: master, **state}
+            for key, value in state.items():
+                full = whole(value.detach())
+                if keep:
+                    tensors[f"{name}/{key}"] = full.clone().contiguous()
         return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -140,7 +155,7 @@ class Optimizer:
         """
         states = _by_parameter(tensors, self.named)
         for name, master in self._masters.items():
-            state = {key: value.to(master.device, copy=True) for key, value in states[name].items()}
+            state = {key: like(value, master) for key, value in states[name].items()}
             saved_master = state.pop(MASTER, None)
             if saved_master is not None:
                 with torch.no_grad():
@@ -191,7 +206,7 @@ def clip_grad_norm(grads: list[Tensor], max_norm: float | None) -> float:
     if not grads:
         return 0.0
     norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-    value = float(torch.linalg.vector_norm(torch.stack(norms)))
+    value = float(whole(torch.linalg.vector_norm(torch.stack(norms))))
     if max_norm is not None and math.isfinite(value) and value > max_norm:
         torch._foreach_mul_(grads, max_norm / (value + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return value

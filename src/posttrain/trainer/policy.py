@@ -7,6 +7,8 @@ segment before t) at `temperature`, 0.0 where `loss_mask` is False.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from posttrain.trainer.loading import (
 from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.prefix import SharedPrefixAttention, shared_layout, use_shared
 from posttrain.trainer.prefix_varlen import VarlenAttention, varlen_layout
+from posttrain.trainer.ranks import Ranks, TrainerConfig
+from posttrain.trainer.sharding import inside, shard
 
 
 class Policy:
@@ -42,6 +46,7 @@ class Policy:
         self.rule = logits_rule(module)
         self.decoder = decoder_of(module)
         quicken_norms(self.decoder)
+        self._place: tuple[torch.device, torch.dtype] | None = None  # where and in what a sharded module computes
         self.narrows = check and prepare_last_layer(self.decoder)
         if check:
             check_policy(self)
@@ -76,13 +81,21 @@ class Policy:
             torch.manual_seed(seed)
             return cls(build_module(config, place, pick_dtype(dtype, place)))
 
+    def shard(self, ranks: Ranks, config: TrainerConfig) -> None:
+        """Spreads the parameters over `ranks`, in place: from now on every rank has to ask for log-probs, as often."""
+        assert ranks.mesh is not None
+        self._place = (self.device, self.dtype)
+        how = {"offload": config.offload, "reshard_after_forward": config.reshard_after_forward}
+        shard(self.module, ranks.mesh, self.dtype, **how)
+
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return next(self.module.parameters()).device if self._place is None else self._place[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.module.parameters()).dtype
+        """In which it computes."""
+        return next(self.module.parameters()).dtype if self._place is None else self._place[1]
 
     @property
     def config(self) -> Any:
@@ -100,11 +113,12 @@ class Policy:
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """[T] float32, differentiable unless under no_grad."""
-        return self._at_policy_tokens(batch, temperature, with_entropy=False)[0]
+        return inside(self.module, lambda: self._at_policy_tokens(batch, temperature, with_entropy=False)[0])
 
     def logprobs_and_entropy(self, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """([T] log-probs, [T] entropies of the distributions the tokens were drawn from), 0.0 off the mask."""
-        logprobs, entropy = self._at_policy_tokens(batch, temperature, with_entropy=True)
+        work = partial(self._at_policy_tokens, batch, temperature, with_entropy=True)
+        logprobs, entropy = inside(self.module, work)
         assert entropy is not None
         return logprobs, entropy
 
@@ -183,7 +197,7 @@ def packed_hidden_states(model: Any, batch: Batch, *, before_policy_only: bool =
 
 
 def decoder_hidden_states(
-    decoder: nn.Module, token_ids: Tensor, positions: Tensor, attention: AttentionContext
+    decoder: Callable[..., Any], token_ids: Tensor, positions: Tensor, attention: AttentionContext
 ) -> Tensor:
     """[1, R, K]: one row of R tokens through a transformers decoder."""
     out = decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention=attention)

@@ -1,0 +1,1 @@
+"""Runs that are more than one process: who starts them, how they speak, who does what."""

@@ -1,0 +1,146 @@
+"""One sampler made of those of all ranks: a rollout asks it as it would ask one.
+
+Requests with one prompt go to one rank, so that a group's prompt is computed once, and an episode stays where its keys
+are. Otherwise the rank with the fewest open requests gets the next. Seeds belong to requests, so what is sampled does
+not depend on who samples it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from posttrain.cluster.line import Line, RankLost
+from posttrain.sampler.native import NativeSampler
+from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.requests import SamplerError
+from posttrain.trajectory import StopReason
+
+
+@dataclass(slots=True)
+class _Open:
+    """Who waits for an answer, and where."""
+
+    rank: int
+    future: asyncio.Future[Sampled]
+    loop: asyncio.AbstractEventLoop
+
+
+@dataclass(slots=True)
+class SpreadSampler:
+    """A `Sampler`; `local` is that of rank 0, `lines` lead to the others."""
+
+    local: NativeSampler
+    lines: tuple[Line, ...]
+    _open: dict[int, _Open] = field(default_factory=dict[int, _Open])
+    _load: Counter[int] = field(default_factory=Counter[int])
+    _prompts: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
+    _sessions: dict[str, int] = field(default_factory=dict[str, int])
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _lost: set[int] = field(default_factory=set[int])
+
+    def __post_init__(self) -> None:
+        for line in self.lines:
+            line.listen(self._hears(line))
+
+    @property
+    def version(self) -> int:
+        return self.local.version
+
+    async def sample(
+        self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
+    ) -> Sampled:
+        """Raises what the sampler of the rank raises, and RankLost when the rank is gone."""
+        rank = self._home(tuple(ids), session)
+        self._load[rank] += 1
+        try:
+            if rank == 0:
+                return await self.local.sample(ids, params, seed=seed, session=session)
+            asked = {"ids": list(ids), "params": plain(params), "seed": seed, "session": session}
+            return await self._ask(self.lines[rank - 1], asked)
+        finally:
+            self._load[rank] -= 1
+
+    def release(self, session: str) -> None:
+        rank = self._sessions.pop(session, 0)
+        if rank == 0:
+            self.local.release(session)
+        else:
+            self.lines[rank - 1].send({"do": "release", "session": session})
+
+    def reset(self) -> None:
+        """Only of this process: the other ranks empty theirs when they get new weights."""
+        self.local.reset()
+        self._prompts.clear()
+        self._sessions.clear()
+
+    def _home(self, prompt: tuple[int, ...], session: str | None) -> int:
+        rank = self._sessions.get(session or "", self._prompts.get(prompt, -1))
+        if rank < 0:
+            rank = min(range(len(self.lines) + 1), key=lambda r: self._load[r])
+        self._prompts[prompt] = rank
+        if session is not None:
+            self._sessions[session] = rank
+        return rank
+
+    async def _ask(self, line: Line, asked: dict[str, Any]) -> Sampled:
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        waiting = self._open[number] = _Open(line.rank, loop.create_future(), loop)
+        if line.rank in self._lost:  # found out by the line's thread, which settles only what is open then
+            self._settle(number, RankLost(f"rank {line.rank} is gone"))
+        else:
+            line.send({"do": "sample", "id": number, **asked})
+        try:
+            return await waiting.future
+        finally:
+            if self._open.pop(number, None) is not None:  # cancelled
+                line.send({"do": "cancel", "id": number})
+
+    def _hears(self, line: Line) -> Callable[[dict[str, Any] | None], None]:
+        """Runs on the line's thread."""
+
+        def hear(said: dict[str, Any] | None) -> None:
+            if said is None:
+                self._lost.add(line.rank)
+                for number in [n for n, waiting in list(self._open.items()) if waiting.rank == line.rank]:
+                    self._settle(number, RankLost(f"rank {line.rank} is gone"))
+            elif "error" in said:
+                kind = ValueError if said["kind"] == "ValueError" else SamplerError
+                self._settle(said["id"], kind(said["error"]))
+            else:
+                self._settle(said["id"], sampled(said["sampled"]))
+
+        return hear
+
+    def _settle(self, number: int, answer: Sampled | Exception) -> None:
+        waiting = self._open.pop(number, None)
+        if waiting is not None and not waiting.loop.is_closed():
+            waiting.loop.call_soon_threadsafe(_give, waiting.future, answer)
+
+
+def _give(future: asyncio.Future[Sampled], answer: Sampled | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
+def plain(params: SamplingParams) -> dict[str, Any]:
+    """For JSON."""
+    return asdict(params) | {"stop_ids": sorted(params.stop_ids)}
+
+
+def params_of(said: dict[str, Any]) -> SamplingParams:
+    sets = {"stop_ids": frozenset(said["stop_ids"]), "stop_strings": tuple(said["stop_strings"])}
+    return SamplingParams(**said | sets)
+
+
+def sampled(said: dict[str, Any]) -> Sampled:
+    said["stop_reason"] = StopReason(said["stop_reason"])
+    return Sampled(**said)

@@ -1,0 +1,94 @@
+"""Micro-batches spread over ranks, so that nobody can tell from the result.
+
+Every rank holds the whole batch and computes its share of it. Sharded models are gathered by all ranks at once, so all
+run equally many micro-batches; one that has fewer runs a short one that counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.loops.learner import Learner
+from posttrain.packing import Batch, segment_bins, select
+
+
+def bins_for(batch: Batch, learner: Learner, *, at_least: int = 1) -> list[list[int]]:
+    """The segments by micro-batch; as many micro-batches for every rank, if there are enough segments."""
+    budget, shared = learner.config.batch.tokens_per_micro_batch, learner.policy.computes_prefixes_once
+    size = learner.ranks.size
+    bins = segment_bins(batch, budget, at_least=max(at_least, size), shared=shared)
+    short = -len(bins) % size
+    return bins if not short else segment_bins(batch, budget, at_least=len(bins) + short, shared=shared)
+
+
+def dealt(tokens: Sequence[int], count: int) -> list[list[int]]:
+    """Micro-batches of so many `tokens` to `count` ranks: as many to each as goes, with as many tokens as goes."""
+    most = -(-len(tokens) // count)
+    hands: list[list[int]] = [[] for _ in range(count)]
+    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        open_hands = [hand for hand in hands if len(hand) < most]
+        min(open_hands, key=lambda hand: sum(tokens[i] for i in hand)).append(index)
+    return [sorted(hand) for hand in hands]
+
+
+@torch.no_grad()
+def forward_together(
+    forward: Callable[[Batch], Tensor], batch: Batch, bins: Sequence[Sequence[int]], learner: Learner
+) -> Tensor:
+    """[T] of a forward without gradients, a bin at a time, in the batch's order and on every rank."""
+    ranks, out = learner.ranks, torch.zeros(len(batch))
+    hands = dealt([sum(batch.lengths[s] for s in segments) for segments in bins], ranks.size)
+    for index in hands[ranks.rank]:
+        out[batch.tokens_of(bins[index])] = forward(select(batch, bins[index])).float().cpu()
+    for _ in range(_idle(hands, ranks.rank)):
+        forward(_shortest(batch))
+    learner.let_go()
+    return ranks.sum(out)
+
+
+def descend_together(learner: Learner, loss_of: Callable[[Learner, Batch], Tensor], parts: Sequence[Batch]) -> float:
+    """Forward and backward of every micro-batch on one of the ranks; returns the loss of all of them.
+
+    What `loss_of` keeps as streams is then known to every rank.
+    """
+    ranks, losses = learner.ranks, torch.zeros(len(parts), dtype=torch.float64)
+    hands = dealt([len(part) for part in parts], ranks.size)
+    given = set(parts[0].streams)
+    done = [parts[index] for index in hands[ranks.rank]]
+    for index in hands[ranks.rank]:
+        loss = loss_of(learner, parts[index])
+        loss.backward()
+        losses[index] = loss.detach()
+    for _ in range(_idle(hands, ranks.rank)):
+        nothing = _shortest(min(parts, key=len))
+        nothing.weights = torch.zeros(len(nothing), device=nothing.token_ids.device)
+        loss_of(learner, nothing).backward()
+        done.append(nothing)
+    made = {name: stream.dtype for name, stream in sorted(done[0].streams.items()) if name not in given}
+    for name, dtype in made.items():
+        _share_stream(learner, parts, hands[ranks.rank], name, dtype)
+    return float(ranks.sum(losses).sum())
+
+
+def _idle(hands: Sequence[Sequence[int]], rank: int) -> int:
+    return max(len(hand) for hand in hands) - len(hands[rank])
+
+
+def _shortest(batch: Batch) -> Batch:
+    """The shortest segment that a policy wrote in."""
+    written = set(batch.segment_ids[batch.loss_mask].tolist()) or {0}
+    return select(batch, [min(written, key=lambda s: batch.lengths[s])])
+
+
+def _share_stream(learner: Learner, parts: Sequence[Batch], mine: Sequence[int], name: str, dtype: torch.dtype) -> None:
+    """Every rank knows the stream of `mine`; afterwards of all parts."""
+    lengths = [len(part) for part in parts]
+    values = [torch.zeros(length, dtype=dtype) for length in lengths]
+    for index in mine:
+        values[index] = parts[index].streams[name].cpu()
+    everywhere = learner.ranks.sum(torch.cat(values)).split(lengths)
+    for part, stream in zip(parts, everywhere, strict=True):
+        part.streams[name] = stream.to(part.token_ids.device)

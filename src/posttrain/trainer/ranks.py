@@ -1,0 +1,103 @@
+"""The processes that train one model together: who they are, and the few collectives that the loop needs.
+
+A run on one process has `ALONE`, with which every method gives back what it was given.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Value = TypeVar("Value")
+PATIENCE = timedelta(minutes=30)  # the longest that one rank may keep the others waiting in a collective
+PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class TrainerConfig(BaseModel):
+    """How many processes train the models together, and how these are divided among them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ranks: PositiveInt = Field(
+        default=1, description="processes on this machine, one GPU each; under torchrun leave it out: it says how many"
+    )
+    offload: bool = Field(
+        default=False, description="on GPUs: weights, gradients and moments live in host memory between their uses"
+    )
+    reshard_after_forward: bool = Field(
+        default=True, description="let go of gathered layers between forward and backward: less memory, more traffic"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Rank 0 leads: it runs the loop, and the others do with it what concerns the models."""
+
+    rank: int = 0
+    size: int = 1
+    on_this_host: int = 1  # ranks that share the cores of this machine
+    mesh: DeviceMesh | None = None  # None for one rank
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over all ranks, in place; every rank gets the same bits."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def share(self, value: Value) -> Value:
+        """On rank 0: gives `value` to every other rank, which waits for it in `receive`.
+
+        Ranks are processes of one run: they may pickle for each other.
+        """
+        if self.size > 1:
+            dist.broadcast_object_list([value], src=0)
+        return value
+
+    def receive(self) -> Any:
+        """On the other ranks: what rank 0 shares."""
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+ALONE = Ranks()
+
+
+def world_size() -> int:
+    """How many ranks the launcher of this process has announced in its environment; 1 without one."""
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in PLACE) else 1
+
+
+def join_ranks(device: torch.device) -> Ranks:
+    """Meets the other ranks where the environment says; every rank has to call it. Blocks until all are there."""
+    if world_size() == 1:
+        return ALONE
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        local %= torch.cuda.device_count()
+        torch.cuda.set_device(local)
+        options["device_id"] = torch.device("cuda", local)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=PATIENCE, **options)
+    size = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return Ranks(dist.get_rank(), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), mesh)
+
+
+def leave_ranks() -> None:
+    """Ends what `join_ranks` began."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

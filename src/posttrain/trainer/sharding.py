@@ -1,0 +1,135 @@
+"""One model over many ranks: FSDP2 (`fully_shard`, Zhao et al. 2023 without flat parameters).
+
+Every rank holds a part of each parameter, of its gradient and of its moments. A layer is gathered right before it is
+computed and let go of right after; gradients are summed, not averaged, because losses carry weights that are fixed for
+the whole mini-batch. Parameters are float32 where they train (they are the optimizer's masters) and are gathered in the
+dtype that the model computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+Result = TypeVar("Result")
+INSIDE = "posttrain_inside"
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    offload: bool = False,
+    reshard_after_forward: bool = True,
+) -> None:
+    """In place: layer by layer, and what is left (embedding, last norm, head) with `module` itself.
+
+    dtype: that the model computes in. offload: parameters, gradients and moments live in the memory of the host.
+    """
+    options = _options(mesh, dtype, offload=offload)
+    for part in list(module.modules()):
+        if isinstance(part, GradientCheckpointingLayer):
+            widen(part)
+            fully_shard(part, reshard_after_forward=reshard_after_forward, **options)
+    widen(module)
+    fully_shard(module, reshard_after_forward=False, **options)  # its parameters are needed again at once
+    for part in sharded_parts(module):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+    setattr(module, INSIDE, MethodType(_inside, module))
+    register_fsdp_forward_method(module, INSIDE)
+
+
+def shard_alone(module: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
+    """A part that computes in float32 whatever is around it; before the whole is sharded."""
+    fully_shard(module, **_options(mesh, torch.float32, offload=offload))
+
+
+def _options(mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool) -> dict[str, Any]:
+    return {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+
+
+def widen(module: nn.Module) -> None:
+    """Trainable parameters become float32: a step at the learning rates of RL is lost in bfloat16."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _inside(module: nn.Module, work: Callable[[], Result]) -> Result:
+    return work()
+
+
+def inside(module: nn.Module, work: Callable[[], Result]) -> Result:
+    """`work`, while the parameters that belong to no layer are gathered; of a module that is not sharded: as it is.
+
+    The gradients of what it returns find their way back to the shards.
+    """
+    run: Callable[[Callable[[], Result]], Result] | None = getattr(module, INSIDE, None)
+    return work() if run is None else run(work)
+
+
+def sharded_parts(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def let_go(module: nn.Module) -> None:
+    """Frees what a forward without a backward left gathered, so that no later forward sees weights of before a step."""
+    for part in sharded_parts(module):
+        part.reshard()
+
+
+def whole(value: Tensor) -> Tensor:
+    """The tensor behind its shards; every rank has to ask."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def like(value: Tensor, model: Tensor) -> Tensor:
+    """A copy of `value`, sharded and placed like `model`; every rank has to have the whole value."""
+    if not isinstance(model, DTensor) or not value.dim():
+        return value.to(model.device, copy=True)
+    mesh = model.device_mesh
+    spread = distribute_tensor(value.to(mesh.device_type), mesh, model.placements, src_data_rank=None)
+    return spread.to(model.device)
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Gathers the parameters of a sharded module into those of a whole one, in place and in its dtype."""
+    let_go(source)
+    into = dict(target.named_parameters())
+    for name, parameter in source.named_parameters():
+        place = into[name]
+        local = parameter.detach().to(dtype=place.dtype)  # before it travels: half the bytes
+        place.copy_(whole(local.to(place.device)))
+
+
+def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The state dict of a sharded module, gathered tensor by tensor into the host's memory; empty where not `keep`."""
+    let_go(module)
+    state: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        full = whole(value.detach())
+        if keep:
+            state[name] = full.cpu()
+    return state
