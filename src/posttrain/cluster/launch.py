@@ -59,7 +59,8 @@ def launch_local(command: Sequence[str], count: int) -> int:
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
             ranks[0].process.send_signal(signal.SIGINT)
-            _wait(ranks, INTERRUPT_SECONDS)
+            _wait(ranks[:1], INTERRUPT_SECONDS)
+            _wait(ranks, LAST_WORDS_SECONDS)
         return 128 + signal.SIGINT
     finally:
         _end(ranks)

@@ -18,7 +18,7 @@ from posttrain.algorithms.kl import adapted_kl_coef, bounded, straight_through
 from posttrain.algorithms.shaping import Running
 from posttrain.config import RLConfig
 from posttrain.runs.rng import seed_everything
-from posttrain.trainer.critic import Critic
+from posttrain.trainer.critic import HEAD, Critic
 from posttrain.trainer.loading import load_config, model_path, pick_device
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig
 from posttrain.trainer.parallel import keep_freed_memory
@@ -130,10 +130,13 @@ class Models:
     config: RLConfig
     optimizer_steps: int  # of the whole run
     checkpoint: Path | None = None
+    version: int = 0  # of the policy: optimizer steps behind its weights
 
     def load(self, ranks: Ranks) -> Learner:
         seed_everything(self.config.run.seed)
-        return make_learner(self.config, self.optimizer_steps, self.checkpoint, ranks)
+        learner = make_learner(self.config, self.optimizer_steps, self.checkpoint, ranks)
+        learner.policy.version = learner.sampled.version = self.version
+        return learner
 
 
 def make_learner(
@@ -177,7 +180,9 @@ def _spread(model: Model, config: RLConfig, ranks: Ranks) -> Model:
 
 
 def _optimizer(model: Policy | Critic, config: OptimizerConfig, steps: int, ranks: Ranks) -> Optimizer:
-    return Optimizer(model.parameters(), config, steps, computes_in=model.dtype if ranks.size > 1 else None)
+    half = ranks.size > 1 and model.dtype not in {torch.float32, torch.float64}
+    mastered = {name for name, _ in model.parameters() if not name.startswith(HEAD)} if half else set[str]()
+    return Optimizer(model.parameters(), config, steps, mastered=mastered)
 
 
 def _make_ref(config: RLConfig, ranks: Ranks) -> Policy:

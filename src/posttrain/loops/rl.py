@@ -299,7 +299,6 @@ def _restore(run: Run, state: dict) -> None:
     for line in changes:
         log.warning("resuming over changed data: %s", line)
     run.step = state["step"]
-    run.learner.policy.version = state["policy_version"]
     run.measured = state["measured"]
     load_states(run.parts.rewards, state.get("rewards", {}))
     set_rng_state(state["rng"])
@@ -308,7 +307,9 @@ def _restore(run: Run, state: dict) -> None:
 def _assemble(
     config: RLConfig, directory: RunDirectory, parts: Parts, plan: Plan, *, checkpoint: Checkpoint | None, crew: Crew
 ) -> Run:
-    models = Models(config, plan.optimizer_steps, None if checkpoint is None else checkpoint.path)
+    models = Models(config, plan.optimizer_steps)
+    if checkpoint is not None:
+        models = replace(models, checkpoint=checkpoint.path, version=checkpoint.state()["policy_version"])
     crew.order("begin", models)
     learner = models.load(crew.ranks)
     stream_seed = config.run.seed if config.data.seed is None else config.data.seed

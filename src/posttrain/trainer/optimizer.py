@@ -7,7 +7,7 @@ Not here: the loss, and when to step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,7 +69,7 @@ class Optimizer:
 
     Half-precision parameters get float32 master copies: at the learning rates of RL an update is smaller than the
     spacing of bfloat16 and would round to nothing. The moments are float32 then, too. The parameters of a sharded model
-    are such masters themselves; computes_in: the dtype of such a model.
+    are such masters themselves: `mastered` names those that are gathered in half precision.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Optimizer:
         config: OptimizerConfig,
         total_steps: int | None = None,
         *,
-        computes_in: torch.dtype | None = None,
+        mastered: Collection[str] = (),
     ) -> None:
         self.config = config
-        self._computes_in = computes_in
+        self._mastered = mastered
         self.total_steps = total_steps
         self.steps_done = 0
         self.named = dict(parameters)
@@ -140,7 +140,7 @@ class Optimizer:
         tensors = {STEPS_DONE: torch.tensor(self.steps_done)}
         for name, master in self._masters.items():
             state = {key: torch.as_tensor(value) for key, value in self._adamw.state.get(master, {}).items()}
-            if master is not self.named[name] or self._computes_in not in (None, master.dtype):
+            if master is not self.named[name] or name in self._mastered:
                 state = {MASTER: master, **state}
             for key, value in state.items():
                 full = whole(value.detach())

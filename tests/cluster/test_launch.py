@@ -1,0 +1,96 @@
+"""Starting ranks on this machine: light stand-ins for trainers, real processes and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.cluster.launch import launch_local
+
+WAIT = "\nwhile True:\n    time.sleep(0.05)\n"
+
+
+def script(folder: Path, code: str) -> list[str]:
+    """A rank that writes its process id to a file named after its number, then runs `code`."""
+    head = f"""
+        import os, signal, sys, time
+        from pathlib import Path
+        from posttrain.cluster.launch import die_with_launcher
+        die_with_launcher()
+        rank, folder = int(os.environ["RANK"]), Path({str(folder)!r})
+        (folder / f"pid{{rank}}").write_text(str(os.getpid()))
+        def all_there():
+            while len(list(folder.glob("pid*"))) < int(os.environ["WORLD_SIZE"]):
+                time.sleep(0.02)
+    """
+    path = folder / "rank.py"
+    path.write_text(textwrap.dedent(head) + code)
+    return [sys.executable, str(path)]
+
+
+def left(folder: Path) -> list[int]:
+    """Process ids of ranks that are still there."""
+    found = [int(file.read_text()) for file in folder.glob("pid*")]
+    return [process for process in found if Path(f"/proc/{process}/stat").exists() and not zombie(process)]
+
+
+def zombie(process: int) -> bool:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_ranks_know_their_places(tmp_path: Path):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    code = f"(folder / f'seen{{rank}}').write_text(' '.join(os.environ[name] for name in {names!r}))"
+    assert launch_local(script(tmp_path, code), 3) == 0
+    seen = [(tmp_path / f"seen{rank}").read_text().split() for rank in range(3)]
+    assert [row[:5] for row in seen] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+    assert len({row[5] for row in seen}) == 1
+
+
+def test_a_rank_that_fails_is_named_with_its_traceback_and_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    code = "all_there()\nif rank == 2:\n    raise KeyError('no such layer')\n" + WAIT
+    assert launch_local(script(tmp_path, code), 3) == 1
+    said = capfd.readouterr().err
+    assert "rank 2 failed with exit status 1" in said
+    assert "KeyError: 'no such layer'" in said
+    assert "Traceback" in said
+    assert left(tmp_path) == []
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    code = "all_there()\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT
+    assert launch_local(script(tmp_path, code), 2) == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
+    assert left(tmp_path) == []
+
+
+def test_who_only_noticed_is_not_blamed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Rank 0 fails and says so itself; the others find it gone."""
+    code = "all_there()\nif rank == 0:\n    sys.exit('error: no such file')\nsys.exit(75)"
+    assert launch_local(script(tmp_path, code), 3) == 1
+    said = capfd.readouterr().err
+    assert said.strip() == "error: no such file"
+
+
+@pytest.mark.parametrize("stubborn", [False, True], ids=["ends in order", "has to be killed"])
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_an_interrupt_and_a_kill_of_the_launcher_leave_no_rank(tmp_path: Path, stubborn: bool):
+    code = "signal.signal(signal.SIGINT, lambda *_: sys.exit(0 if rank else 130))\n" + WAIT
+    command = f"from posttrain.cluster.launch import launch_local; launch_local({script(tmp_path, code)!r}, 2)"
+    launcher = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE)
+    until = time.monotonic() + 30
+    while len(left(tmp_path)) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.3)  # the handlers are set
+    os.kill(launcher.pid, signal.SIGKILL if stubborn else signal.SIGINT)
+    launcher.communicate(timeout=30)
+    while left(tmp_path) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left(tmp_path) == []

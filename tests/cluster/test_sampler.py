@@ -1,0 +1,154 @@
+"""Rollouts spread over ranks: what is sampled, where it goes, and what becomes of it when a rank goes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from dataclasses import asdict
+
+import pytest
+
+from posttrain.cluster.crew import Crew
+from posttrain.cluster.line import Exchange, Line, RankLost
+from posttrain.cluster.sampler import SpreadSampler, params_of, plain
+from posttrain.sampler.native import NativeSampler
+from posttrain.sampler.protocol import SamplingParams
+from posttrain.trainer.policy import Policy
+
+PARAMS = SamplingParams(max_new_tokens=6, stop_ids=frozenset({3}), stop_strings=("\n",))
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return Policy.load("tiny_search_base")
+
+
+def pair() -> tuple[Line, Line]:
+    """Both ends of a line: rank 0's, rank 1's."""
+    one, other = _tcp_pair()
+    return Line(one, 1), Line(other, 0)
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = socket.create_connection(server.getsockname())
+        one, _ = server.accept()
+    return one, other
+
+
+def answer(line: Line, sampler: NativeSampler) -> None:
+    """Rank 1, on a thread."""
+
+    async def work() -> None:
+        while (order := await asyncio.to_thread(line.receive)) is not None:
+            try:
+                params = params_of(order["params"])
+                done = await sampler.sample(order["ids"], params, seed=order["seed"], session=order["session"])
+                line.send({"id": order["id"], "sampled": asdict(done)})
+            except ValueError as error:
+                line.send({"id": order["id"], "error": str(error), "kind": "ValueError"})
+
+    threading.Thread(target=lambda: asyncio.run(work()), daemon=True).start()
+
+
+def tokens(count: int, first: int) -> list[int]:
+    return [(first + 7 * n) % 300 + 10 for n in range(count)]
+
+
+def test_who_samples_changes_nothing(policy: Policy):
+    here, there = pair()
+    answer(there, NativeSampler(policy, truncation="allow"))
+    params = SamplingParams(max_new_tokens=6)
+    alone, spread = NativeSampler(policy), SpreadSampler(NativeSampler(policy), (here,))
+    prompts = [tokens(9, first) for first in (1, 1, 2, 2, 3, 3, 4, 4)]
+
+    async def ask(sampler: NativeSampler | SpreadSampler):
+        return await asyncio.gather(*(sampler.sample(p, params, seed=n) for n, p in enumerate(prompts)))
+
+    expected, found = asyncio.run(ask(alone)), asyncio.run(ask(spread))
+    for one, other in zip(expected, found, strict=True):
+        assert (one.ids, one.stop_reason, one.stop, one.versions) == (
+            other.ids,
+            other.stop_reason,
+            other.stop,
+            other.versions,
+        )
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    homes = [spread._prompts[tuple(p)] for p in prompts]
+    assert homes == [0, 0, 1, 1, 0, 0, 1, 1]  # a group stays together, ranks take turns
+    here.close()
+
+
+def test_errors_of_a_rank_are_raised_where_it_was_asked(policy: Policy):
+    here, there = pair()
+    answer(there, NativeSampler(policy))
+    spread = SpreadSampler(NativeSampler(policy), (here,))
+    spread._load[0] = 9
+    with pytest.raises(ValueError, match="999999"):
+        asyncio.run(spread.sample([1, 999999], SamplingParams(max_new_tokens=2), seed=0))
+    here.close()
+
+
+def test_a_rank_that_goes_ends_what_waits_for_it(policy: Policy):
+    here, there = pair()
+    spread = SpreadSampler(NativeSampler(policy), (here,))
+    spread._load[0] = 9
+
+    async def ask() -> None:
+        waiting = asyncio.create_task(spread.sample([1, 2], PARAMS, seed=0))
+        await asyncio.sleep(0.05)
+        there.close()
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            await waiting
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            await spread.sample([1, 2], PARAMS, seed=0)
+
+    asyncio.run(ask())
+
+
+def test_a_cancelled_request_is_cancelled_there_too(policy: Policy):
+    here, there = pair()
+    spread = SpreadSampler(NativeSampler(policy), (here,))
+    spread._load[0] = 9
+
+    async def ask() -> None:
+        waiting = asyncio.create_task(spread.sample([1, 2], PARAMS, seed=5, session="a"))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(ask())
+    asked, cancelled = there.receive(), there.receive()
+    assert asked is not None
+    assert asked["do"] == "sample"
+    assert params_of(asked["params"]) == PARAMS
+    assert cancelled == {"do": "cancel", "id": asked["id"]}
+    assert spread._load == {0: 9, 1: 0}
+    spread.release("a")
+    assert there.receive() == {"do": "release", "session": "a"}
+    here.close()
+
+
+def test_params_travel_as_they_are():
+    assert params_of(plain(PARAMS)) == PARAMS
+
+
+def test_strangers_are_not_answered():
+    exchange = Exchange("127.0.0.1")
+    found: list[tuple[Line, ...]] = []
+    waiting = threading.Thread(target=lambda: found.append(exchange.answer(1)))
+    waiting.start()
+    stranger = Line.call(exchange.address, "guess", 1)
+    assert stranger.receive() is None
+    known = Line.call(exchange.address, exchange.secret, 1)
+    waiting.join(10)
+    assert [line.rank for line in found[0]] == [1]
+    found[0][0].send({"do": "stop"})
+    assert known.receive() == {"do": "stop"}
+
+
+def test_one_process_has_nobody_to_ask(policy: Policy):
+    local = NativeSampler(policy)
+    assert Crew().sampler(local) is local
+    Crew().order("save", object())
