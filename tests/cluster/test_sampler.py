@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import pytest
@@ -24,17 +25,16 @@ def policy() -> Policy:
     return Policy.load("tiny_search_base")
 
 
-def pair() -> tuple[Line, Line]:
+@pytest.fixture
+def pair() -> Iterator[tuple[Line, Line]]:
     """Both ends of a line: rank 0's, rank 1's."""
-    one, other = _tcp_pair()
-    return Line(one, 1), Line(other, 0)
-
-
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = socket.create_connection(server.getsockname())
         one, _ = server.accept()
-    return one, other
+    lines = Line(one, 1), Line(other, 0)
+    yield lines
+    for line in lines:
+        line.close()
 
 
 def answer(line: Line, sampler: NativeSampler) -> None:
@@ -49,15 +49,15 @@ def answer(line: Line, sampler: NativeSampler) -> None:
             except ValueError as error:
                 line.send({"id": order["id"], "error": str(error), "kind": "ValueError"})
 
-    threading.Thread(target=lambda: asyncio.run(work()), daemon=True).start()
+    threading.Thread(target=lambda: asyncio.run(work()), daemon=True).start()  # ends with the line
 
 
 def tokens(count: int, first: int) -> list[int]:
     return [(first + 7 * n) % 300 + 10 for n in range(count)]
 
 
-def test_who_samples_changes_nothing(policy: Policy):
-    here, there = pair()
+def test_who_samples_changes_nothing(policy: Policy, pair: tuple[Line, Line]):
+    here, there = pair
     answer(there, NativeSampler(policy, truncation="allow"))
     params = SamplingParams(max_new_tokens=6)
     alone, spread = NativeSampler(policy), SpreadSampler(NativeSampler(policy), (here,))
@@ -77,21 +77,19 @@ def test_who_samples_changes_nothing(policy: Policy):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     homes = [spread._prompts[tuple(p)] for p in prompts]
     assert homes == [0, 0, 1, 1, 0, 0, 1, 1]  # a group stays together, ranks take turns
-    here.close()
 
 
-def test_errors_of_a_rank_are_raised_where_it_was_asked(policy: Policy):
-    here, there = pair()
+def test_errors_of_a_rank_are_raised_where_it_was_asked(policy: Policy, pair: tuple[Line, Line]):
+    here, there = pair
     answer(there, NativeSampler(policy))
     spread = SpreadSampler(NativeSampler(policy), (here,))
     spread._load[0] = 9
     with pytest.raises(ValueError, match="999999"):
         asyncio.run(spread.sample([1, 999999], SamplingParams(max_new_tokens=2), seed=0))
-    here.close()
 
 
-def test_a_rank_that_goes_ends_what_waits_for_it(policy: Policy):
-    here, there = pair()
+def test_a_rank_that_goes_ends_what_waits_for_it(policy: Policy, pair: tuple[Line, Line]):
+    here, there = pair
     spread = SpreadSampler(NativeSampler(policy), (here,))
     spread._load[0] = 9
 
@@ -107,8 +105,8 @@ def test_a_rank_that_goes_ends_what_waits_for_it(policy: Policy):
     asyncio.run(ask())
 
 
-def test_a_cancelled_request_is_cancelled_there_too(policy: Policy):
-    here, there = pair()
+def test_a_cancelled_request_is_cancelled_there_too(policy: Policy, pair: tuple[Line, Line]):
+    here, there = pair
     spread = SpreadSampler(NativeSampler(policy), (here,))
     spread._load[0] = 9
 
@@ -127,7 +125,6 @@ def test_a_cancelled_request_is_cancelled_there_too(policy: Policy):
     assert spread._load == {0: 9, 1: 0}
     spread.release("a")
     assert there.receive() == {"do": "release", "session": "a"}
-    here.close()
 
 
 def test_params_travel_as_they_are():
@@ -141,11 +138,14 @@ def test_strangers_are_not_answered():
     waiting.start()
     stranger = Line.call(exchange.address, "guess", 1)
     assert stranger.receive() is None
+    stranger.close()
     known = Line.call(exchange.address, exchange.secret, 1)
     waiting.join(10)
     assert [line.rank for line in found[0]] == [1]
     found[0][0].send({"do": "stop"})
     assert known.receive() == {"do": "stop"}
+    known.close()
+    found[0][0].close()
 
 
 def test_one_process_has_nobody_to_ask(policy: Policy):

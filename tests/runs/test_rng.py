@@ -42,8 +42,8 @@ def test_seeding_fixes_every_generator():
     assert draw() != first
 
 
-def test_another_number_of_gpus_is_refused():
+def test_a_state_of_a_gpu_is_refused_where_there_is_none():
     state = rng_state()
     state["cuda"] = [*state["cuda"], state["torch"]]
-    with pytest.raises(ValueError, match="resume with the same number of GPUs"):
+    with pytest.raises(ValueError, match="resume where it was written"):
         set_rng_state(state)

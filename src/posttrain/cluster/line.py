@@ -30,6 +30,7 @@ class Line:
         self._socket = connection
         self._read = connection.makefile("rb")
         self._sending = threading.Lock()
+        self._reader: threading.Thread | None = None
 
     @classmethod
     def call(cls, address: tuple[str, int], secret: str, rank: int) -> Self:
@@ -63,11 +64,16 @@ class Line:
                 hear(message)
             hear(None)
 
-        threading.Thread(target=work, name=f"rank {self.rank}", daemon=True).start()
+        self._reader = threading.Thread(target=work, name=f"rank {self.rank}", daemon=True)
+        self._reader.start()
 
     def close(self) -> None:
+        """Both ends hear it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        if self._reader is not None:
+            self._reader.join()
+        self._read.close()
         self._socket.close()
 
 

@@ -18,32 +18,30 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """python, numpy and torch on CPU and on every visible GPU; `set_rng_state` puts it back."""
+    """python, numpy and torch on CPU and on the GPU in use; `set_rng_state` puts it back."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, list(words), gauss],
         "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": _text(torch.get_rng_state()),
-        "cuda": [_text(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "cuda": [_text(torch.cuda.get_rng_state())] if torch.cuda.is_available() else [],
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Raises ValueError when the state was taken with another number of GPUs."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(state["cuda"]) != gpus:
-        raise ValueError(
-            f"the checkpoint holds the random state of {len(state['cuda'])} GPUs, this process sees {gpus}; "
-            "resume with the same number of GPUs"
-        )
+    """Raises ValueError when the state was taken with a GPU and there is none, or the other way round."""
+    there = torch.cuda.is_available()
+    if bool(state["cuda"]) != there:
+        had, has = ("a GPU", "sees none") if state["cuda"] else ("no GPU", "sees one")
+        raise ValueError(f"the checkpoint was written with {had}, this process {has}; resume where it was written")
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_tensor(state["torch"]))
-    if gpus:
-        torch.cuda.set_rng_state_all([_tensor(text) for text in state["cuda"]])
+    if there:
+        torch.cuda.set_rng_state(_tensor(state["cuda"][0]))
 
 
 def _text(state: torch.Tensor) -> str:
