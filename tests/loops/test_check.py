@@ -73,7 +73,50 @@ def test_a_turn_too_short_for_the_answer_fails_in_the_env_only(tmp_path):
     assert (found.played, found.reached) == (4, 0)
     assert found.audit is not None
     assert found.audit.false_rejects == 0
-    assert "cut by limits.max_turn_tokens" in found.problems[0]
+    assert any("cut by limits.max_turn_tokens" in problem for problem in found.problems)
+
+
+GUESS = """
+from posttrain.envs import Observation, Step
+
+class Guess:
+    stop_strings, max_turns = ("</answer>",), 2
+    async def reset(self, task):
+        self.wanted = task.ground_truth[0]
+        return Observation()
+    async def step(self, action):
+        return Step(done=True, reward=1.0) if self.wanted in action.text else Step(observation=Observation(text="No. "))
+    async def close(self): ...
+
+class Generous(Guess):
+    async def step(self, action):
+        return Step(done=True, reward=1.0)
+
+def earned(episode, task):
+    return (episode.env_reward or 0.0) / len(episode.policy_texts)
+"""
+
+
+@pytest.mark.parametrize("reward", ["env", "earned"])
+def test_a_reward_that_comes_from_the_env_is_judged_by_what_is_played(tmp_path, reward):
+    env = {"name": f"{tmp_path}/functions.py:Guess"}
+    config = toy(tmp_path, {"name": "env"} if reward == "env" else None, reward, code=GUESS, env=env)
+    found = check(config)
+    assert found.passed, found.render()
+    assert any("only what was played counts" in note for note in found.notes)
+    generous = {"name": f"{tmp_path}/functions.py:Generous"}
+    config = toy(tmp_path, {"name": "env"} if reward == "env" else None, reward, code=GUESS, env=generous)
+    found = check(config)
+    assert not found.passed
+    assert "4 of 4 wrong answers get 1 in the env: task train/0 with '<think>" in found.problems[0]
+
+
+def test_rows_of_two_rewards_are_answered_in_both_forms(tmp_path):
+    mixed = rows()
+    mixed[0] |= {"reward": "gsm8k", "answer": "#### 42"}
+    found = check(toy(tmp_path, {"name": "em"}, tasks=mixed))
+    assert found.passed, found.render()
+    assert found.reached == 4
 
 
 def test_rubrics_and_tests_have_no_answer_to_play(tmp_path):

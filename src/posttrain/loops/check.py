@@ -27,9 +27,11 @@ from posttrain.rollout import episode_of, rollout_group
 from posttrain.sampler.scripted import ScriptedSampler
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trainer.loading import ModelError
+from posttrain.trajectory import StopReason
 
 TAG = re.compile(r"</?([A-Za-z_][\w-]*)>")
 USUAL_TAGS = frozenset({"answer", "search", "think", "tool_call", "tool_response"})
+WRONG = ("", "qzxv 7f3a ###")  # answers that are right for nothing
 PLAYED = 32  # tasks whose answer is played through the env
 PACKAGED = "tiny_search_base"
 UNLIMITED = 1 << 20  # tokens
@@ -98,9 +100,18 @@ async def _check(config: RLConfig, stage: Stage, tasks: Sequence[Task], frame: s
         return Check(played=0, reached=0, audit=None, problems=tuple(lint_problems), notes=tuple(notes))
     full = config.eval.right_from
     played = [task for task in tasks if task.ground_truth][:PLAYED]
-    failed = [text for task in played if (text := await _refused(config, stage, task, reward_of(task), frame))]
+    verdicts = [await _in_env(config, stage, task, reward_of(task), frame) for task in played]
+    failed = [refused for refused, _ in verdicts if refused]
+    passed = [wrong for _, wrong in verdicts if wrong]
     found = await audit(tasks, reward_of, frame=frame, accept_from=full)
-    problems = [*lint_problems, *_audit_problems(found)]
+    of_reward = _audit_problems(found)
+    problems = list(lint_problems)
+    if of_reward and played and not failed and found.false_reject_rate == 1.0:
+        notes.append("the reward alone accepts nothing, it needs what the env gives: only what was played counts")
+    else:
+        problems += of_reward
+    if passed:
+        problems.append(f"{len(passed)} of {len(played)} wrong answers get {full:g} in the env: {passed[0]}")
     if failed:
         problems.append(f"{len(failed)} of {len(played)} accepted answers do not get {full:g} in the env: {failed[0]}")
     if not played:
@@ -141,25 +152,33 @@ def _tasks(config: RLConfig, renderer: Any) -> TaskSet:
     raise ConfigError(["there is nothing to check: set data.train or data.eval"])
 
 
-async def _refused(config: RLConfig, stage: Stage, task: Task, reward: Reward, frame: str) -> str:
-    """Why an accepted answer of the task does not get the full reward in a real rollout; "" when all do."""
-    written_as: dict[str, tuple[str, str]] = {}  # answer -> the turn, and whether it was cut
+async def _in_env(config: RLConfig, stage: Stage, task: Task, reward: Reward, frame: str) -> tuple[str, str]:
+    """What is wrong with the verdicts on a real rollout: an accepted answer that does not get the full reward, a wrong
+    one that does; "" for each that is as it should be."""
+    written_as: dict[str, str] = {}  # answer -> the turn, and whether it was cut
 
     async def judge(answer: str, task: Task) -> Outcome:
         text = frame.format(answer=written(answer))
         spec = make_spec(config, stage, ScriptedSampler(lambda call: text, stage.tokenizer), training_params(config))
         found = await rollout_group(task, spec, group_id="check", group_size=1, run_seed=0, step=0)
         episode, outcome = episode_of(found, stage.renderer), found[-1].outcome
-        cut = " (the turn was cut by limits.max_turn_tokens)" if episode.stop_reason == "length" else ""
-        written_as[answer] = (text, cut)
+        stops = {turn.stop_reason for one in found for turn in one.turns}
+        cut = " (a turn was cut by limits.max_turn_tokens)" if StopReason.LENGTH in stops else ""
+        written_as[answer] = f"task {task.id} with {text!r:.160}{cut} got "
         return outcome if isinstance(outcome, Invalid) else await score(reward, episode, task)
 
-    for answer, outcome in (await task.verdicts(judge, task.ground_truth[:ACCEPTED_TRIED])).items():
-        if not (isinstance(outcome, Score) and outcome.value >= config.eval.right_from):
-            said = f"{outcome.value:g}" if isinstance(outcome, Score) else f"{type(outcome).__name__}: {outcome.reason}"
-            text, cut = written_as[answer]
-            return f"task {task.id} with {text!r:.160} got {said}{cut}"
-    return ""
+    right = task.ground_truth[:ACCEPTED_TRIED]
+    verdicts = await task.verdicts(judge, (*right, *WRONG))
+    full = [
+        answer for answer, said in verdicts.items() if isinstance(said, Score) and said.value >= config.eval.right_from
+    ]
+    told = {answer: written_as[answer] + _said(outcome) for answer, outcome in verdicts.items()}
+    refused = next((told[answer] for answer in right if answer not in full), "")
+    return refused, next((told[answer] for answer in WRONG if answer in full and answer not in right), "")
+
+
+def _said(outcome: Outcome) -> str:
+    return f"{outcome.value:g}" if isinstance(outcome, Score) else f"{type(outcome).__name__}: {outcome.reason}"
 
 
 def lint_tags(tasks: Sequence[Task], env: Env | None, frame: str) -> tuple[list[str], list[str]]:
@@ -186,10 +205,13 @@ def _made_env(config: RLConfig, stage: Stage) -> Env | None:
 
 
 def _names(reward: RewardConfig, tasks: Iterable[Task]) -> list[str]:
-    """The rewards that decide how an answer is written: those of the rows, else those of the config."""
-    of_rows = {name.strip() for task in tasks if task.reward for name in task.reward.split(",")}
-    if of_rows:
-        return sorted(of_rows)
+    """The rewards that decide how an answer is written: those of the rows, and the config's for rows that name none."""
+    rows = [task.reward for task in tasks]
+    names = sorted({name.strip() for named in rows if named for name in named.split(",")})
+    return names if rows and all(rows) else [*names, *_names_of_config(reward)]
+
+
+def _names_of_config(reward: RewardConfig) -> list[str]:
     if reward.by is not None:
         default = [] if reward.by.default is None else [reward.by.default]
         return [part.name for part in (*reward.by.rewards.values(), *default)]
