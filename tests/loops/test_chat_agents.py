@@ -93,6 +93,14 @@ def test_tool_calls_and_what_they_found_are_shown_as_they_come(tmp_path):
     ]
 
 
+def test_a_template_that_ignores_tools_is_found_before_the_model_loads(tmp_path):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    sections = with_tools(tmp_path, name="tools") | {"model": {"path": "tiny_search_base"}, "data": {}}
+    (tmp_path / "c.yaml").write_text(json.dumps(sections))
+    with pytest.raises(ConfigError, match=r"env tools: the chat template ignores `tools`.*describe: text"):
+        Chat.open(find_target(f"{tmp_path}/c.yaml"))
+
+
 def test_react_answers_by_its_finish_action(tmp_path):
     script = [
         "Thought: look.\nAction: find[Rome]\nObservation",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
-from posttrain.chat import Renderer
+from posttrain.chat import ChatError, Renderer
 from posttrain.config import WORLDS, ConfigError, RLConfig, options_for, resolve
 from posttrain.data import TaskSet, load_tasks
 from posttrain.endpoint import AgentEpisode, ExternalAgent, Host
@@ -108,7 +108,7 @@ def load_renderer(config: RLConfig) -> Renderer:
 
 def load_part(config: RLConfig, part: Literal["train", "eval"], renderer: Renderer) -> TaskSet:
     """All tasks of one part of the data, measured on the ids that will be sent: the schemas of tools included."""
-    tools = cache(lambda name: tools_of(name, config))
+    tools = cache(lambda name: tools_of(name, config, renderer))
     tools(config.env.name)  # before the rows: an env that cannot be made is no fault of a row
     limit, key = prompt_limit(config)
     tasks = load_tasks(
@@ -145,8 +145,9 @@ class _NoSearch:
         return None
 
 
-def tools_of(name: str, config: RLConfig) -> Any:
-    """The tool schemas of the envs called `name`; finds before anything starts when such an env cannot be made."""
+def tools_of(name: str, config: RLConfig, renderer: Renderer) -> Any:
+    """The tool schemas of the envs called `name`; finds before anything starts when such an env cannot be made, or when
+    the chat template would not show its tools."""
     tools = open_tools(config) if config.env_called(name).takes_tools else {}
     try:
         env = env_maker(name, config, None if config.retrieval is None else _NoSearch(), tools)()
@@ -158,7 +159,14 @@ def tools_of(name: str, config: RLConfig) -> Any:
     except Exception as error:
         options = dict(config.env_called(name).options)
         raise ConfigError([f"env {name} cannot be made with {options}: {type(error).__name__}: {error}"]) from error
-    return getattr(env, "tools", None) or None
+    schemas = getattr(env, "tools", None) or None
+    if schemas:
+        try:
+            renderer.prompt([{"role": "user", "content": "?"}], schemas)
+        except ChatError as error:
+            fix = "the envs `tools` and `react` do so with the option describe: text"
+            raise ConfigError([f"env {name}: {error}; {fix}"]) from error
+    return schemas
 
 
 def check_search(stage: Stage) -> None:

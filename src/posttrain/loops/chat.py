@@ -28,6 +28,7 @@ from posttrain.loops.build import (
     make_sampler,
     make_spec,
     make_stage,
+    tools_of,
 )
 from posttrain.loops.collect import attach_outcome
 from posttrain.loops.target import Target
@@ -128,6 +129,7 @@ class Chat:
         renderer = load_renderer(config)
         found = None if task is None else find_task(task, config, renderer)
         known = task_of("?", config) if found is None else found
+        tools_of(known.env or config.env.name, config, renderer)
         stage = make_stage(config, renderer, [known], judged=judged or found is not None)
         try:
             check_search(stage)

@@ -63,7 +63,7 @@ def generate(target: Target, file: str, out: Path, *, samples: int = 1, watch: W
     renderer = load_renderer(config)
     source = source_of(file, config)
     limit, key = prompt_limit(config)
-    tools = tools_of(source.env or config.env.name, config)
+    tools = tools_of(source.env or config.env.name, config, renderer)
     tasks = load_tasks(
         DataConfig(eval=(source,), max_prompt_tokens=limit, overlong=config.data.overlong),
         "eval",
