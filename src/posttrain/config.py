@@ -228,6 +228,13 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     keep_best: str | None = Field(default=None, description="metric whose best checkpoint is kept besides")
     mode: Literal["max", "min"] = "max"
+    background: bool = Field(
+        default=False,
+        description="train on while it is written from a copy in host memory; it counts once it is whole",
+    )
+    sharded: bool = Field(
+        default=False, description="every rank writes its own shards of masters and moments, on a disk that all share"
+    )
 
     @field_validator("keep_best")
     @classmethod

@@ -54,6 +54,7 @@ GRPO = (
 PPO = (
     *SMALL,
     "batch.cpu_workers=1",
+    "checkpoint.background=true",
     "algorithm={advantage: gae, std: null, length: null, aggregate: token_mean, kl_coef: 0.01, kl_in: reward}",
     "algorithm.kl_estimator=k1",
     "algorithm.kl_target=0.001",

@@ -20,9 +20,11 @@ from posttrain.loops.credit import Lesson, credited
 from posttrain.loops.learner import Models, save_learner
 from posttrain.loops.update import update
 from posttrain.packing import Batch
+from posttrain.runs.checkpoint import CheckpointStore
 from posttrain.runs.trajectories import read_trajectories
 from posttrain.trainer.loading import pick_device
 from posttrain.trainer.ranks import join_ranks, leave_ranks
+from posttrain.trainer.shards_on_disk import read_shards
 
 STEPS = 5
 SETTINGS: dict[str, Any] = {
@@ -37,6 +39,7 @@ SETTINGS: dict[str, Any] = {
     "critic": {"optimizer": {"lr": 1e-3, "eps": 1e-3}, "warmup_steps": 1},
     "checkpoint": {"every": 4, "keep": 9},
 }  # fmt: skip
+SHARDED = SETTINGS["checkpoint"] | {"sharded": True, "background": True}
 EXACT = {"train/loss": 1e-6, "critic/loss": 1e-6, "ref/kl": 1e-6, "train/entropy": 1e-6} | {
     "train/grad_norm": 2e-5,
     "critic/grad_norm": 2e-5,
@@ -55,7 +58,10 @@ def rows(folder: Path) -> dict[int, dict[str, float]]:
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     found = {}
     for file in sorted(checkpoint.rglob("*.safetensors")):
-        found |= {f"{file.relative_to(checkpoint)}/{name}": value for name, value in load_file(file).items()}
+        if "optimizer" not in file.parent.name:
+            found |= {f"{file.relative_to(checkpoint)}/{name}": value for name, value in load_file(file).items()}
+    for folder in checkpoint.glob("*optimizer"):
+        found |= {f"{folder.name}.safetensors/{name}": value for name, value in read_shards(folder).items()}
     return found
 
 
@@ -69,7 +75,7 @@ def largest_gap(one: Path, other: Path) -> float:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run on one rank and on two; then its last step again on one and on four, from the two's checkpoint."""
     base = tmp_path_factory.mktemp("ranks")
-    configs = {count: config_in(base / f"{count}") for count in (1, 2)}
+    configs = {1: config_in(base / "1"), 2: config_in(base / "2", checkpoint=SHARDED)}
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda n: on_ranks(n, base / f"log{n}", train, configs[n]), configs))
         again = {count: base / f"2 to {count}" for count in (1, 4)}
@@ -78,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.rmtree(folder / "run" / "checkpoints" / f"step-{STEPS}")
             stored = folder / "run" / "config.yaml"
             stored.write_text(stored.read_text().replace(str(base / "2"), str(folder)))
-        moved = {count: toy_config(folder, **SETTINGS) for count, folder in again.items()}
+        moved = {count: toy_config(folder, **SETTINGS | {"checkpoint": SHARDED}) for count, folder in again.items()}
         list(pool.map(lambda n: on_ranks(n, base / f"again{n}", train, moved[n]), moved))
     return base
 
@@ -100,8 +106,10 @@ def test_two_ranks_end_with_the_weights_and_moments_of_one(runs: Path):
     ends = [runs / count / "run" / "checkpoints" / f"step-{STEPS}" for count in "12"]
     assert largest_gap(*ends) < 1e-6
     assert largest_gap(ends[0].with_name("step-4"), ends[0]) > 1e-4
-    files = [sorted(path.relative_to(end) for path in end.rglob("*")) for end in ends]
-    assert files[0] == files[1]
+    files = [{str(path.relative_to(end)) for path in end.rglob("*") if path.is_file()} for end in ends]
+    assert files[0] - files[1] == {"optimizer.safetensors", "critic_optimizer.safetensors"}
+    assert sum(name.startswith("optimizer/") for name in files[1]) == 2, "one file a rank"
+    assert CheckpointStore(ends[1].parent).latest().path == ends[1]  # whole, by its manifest
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -121,10 +129,8 @@ def step_once(models: Models, batch: Batch, truncated: torch.Tensor, folder: Pat
     ranks = join_ranks(pick_device("cpu"))
     learner = models.load(ranks)
     for name in ("before", "after"):
-        target = folder / name if ranks.leads else None
-        if target is not None:
-            target.mkdir(parents=True)
-        save_learner(learner, target)
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        save_learner(learner, folder / name)
         if name == "before":
             update(learner, credited(Lesson(batch, truncated), learner), step=2)
     leave_ranks()
@@ -132,18 +138,28 @@ def step_once(models: Models, batch: Batch, truncated: torch.Tensor, folder: Pat
 
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-6), ("bfloat16", 2e-3)])
 def test_ranks_without_work_keep_the_others_company(runs: Path, tmp_path: Path, dtype: str, close: float):
-    """Two segments on three ranks, from a checkpoint of two ranks, with all masters and moments: no bit is lost."""
+    """Two segments on three ranks, from a checkpoint of two ranks, with all masters and moments: no bit is lost.
+
+    Layers that stay gathered and activations that are computed again are no other function.
+    """
     kept = usable(read_trajectories(runs / "2" / "run" / "trajectories" / "step-000001.parquet"))[:2]
     for trajectory in kept:
         trajectory.streams.clear()
     lesson = Lesson.of(kept)
     checkpoint = runs / "2" / "run" / "checkpoints" / "step-4" if dtype == "float32" else None
-    config = config_in(tmp_path / "config", model={"path": "tiny_search_base", "dtype": dtype})
-    for count in (1, 3):
+    model = {"path": "tiny_search_base", "dtype": dtype}
+    configs = {
+        1: config_in(tmp_path / "one", model=model),
+        3: config_in(
+            tmp_path / "three",
+            model=model | {"gradient_checkpointing": True},
+            trainer={"reshard_after_forward": dtype == "bfloat16"},
+        ),
+    }
+    for count, config in configs.items():
         models = Models(config, STEPS, checkpoint, version=4)  # old log-probs are computed
-        on_ranks(
-            count, tmp_path / f"log{count}", step_once, models, lesson.batch, lesson.truncated, tmp_path / f"{count}"
-        )
+        lesson_and_place = (lesson.batch, lesson.truncated, tmp_path / f"{count}")
+        on_ranks(count, tmp_path / f"log{count}", step_once, models, *lesson_and_place)
     before = [tensors(tmp_path / count / "before") for count in "13"]
     shared = before[0].keys() & before[1].keys()
     assert all(torch.equal(before[0][name], before[1][name]) for name in shared)

@@ -23,7 +23,8 @@ from posttrain.cluster.line import Exchange, Line
 from posttrain.cluster.sampler import SpreadSampler, params_of
 from posttrain.loops.build import load_tokenizer, sampler_of_rank
 from posttrain.loops.credit import Lesson, credited, kl_of_some
-from posttrain.loops.learner import Learner, Models, save_learner
+from posttrain.loops.learner import Learner, Models, staged
+from posttrain.loops.saver import Saver
 from posttrain.loops.update import update
 from posttrain.sampler.native import NativeSampler
 from posttrain.trainer.ranks import ALONE, Ranks
@@ -85,6 +86,7 @@ class _Follower:
         self.learner = learner
         self.sampler = sampler
         self.line = line
+        self.saver = Saver(background=learner.config.checkpoint.background)
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
@@ -101,6 +103,7 @@ class _Follower:
                 case "release":
                     self.sampler.release(order["session"])
                 case "stop":
+                    self.saver.wait()
                     return
                 case do:
                     await asyncio.gather(*self._answering.values(), return_exceptions=True)  # cancelled, not yet gone
@@ -114,7 +117,10 @@ class _Follower:
                 learner.publish()
                 self.sampler.reset()
             case "save":
-                save_learner(learner, None)
+                self.saver.wait()
+                (draft,) = learner.ranks.receive()
+                write = staged(learner)
+                self.saver.do(lambda: write(draft))
             case "learn":
                 lesson, step, learner.kl_coef = learner.ranks.receive()
                 learn(learner, lesson, step)

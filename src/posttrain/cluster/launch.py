@@ -86,7 +86,8 @@ def _verdict(ranks: Sequence[_Rank]) -> int:
     status = guilty.process.returncode
     if guilty.number:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with exit status {status}"
-        print(f"rank {guilty.number} {how}; it said:\n{guilty.tail()}", file=sys.stderr)
+        said = guilty.tail()
+        print(f"rank {guilty.number} {how}" + (f"; it said:\n{said}" if said else ""), file=sys.stderr)
     elif status < 0:
         print(f"rank 0 was killed by {signal.Signals(-status).name}", file=sys.stderr)
     return 128 - status if status < 0 else status

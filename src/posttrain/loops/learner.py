@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import ALONE, Ranks
 from posttrain.trainer.sharding import copy_weights, let_go
+from posttrain.trainer.shards_on_disk import read_shards, write_shards
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 CRITIC_OPTIMIZER_FILE = "critic_optimizer.safetensors"
@@ -161,7 +162,10 @@ def make_learner(
     )
     if config.critic is not None:
         start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
-        learner.critic = _spread(Critic.from_policy(start, config.model.device, config.model.dtype), config, ranks)
+        critic = Critic.from_policy(start, config.model.device, config.model.dtype)
+        if config.model.gradient_checkpointing:
+            critic.checkpoint_activations()
+        learner.critic = _spread(critic, config, ranks)
         learner.critic_optimizer = _optimizer(learner.critic, config.critic.optimizer, optimizer_steps, ranks)
     if checkpoint is not None:
         _load_optimizers(learner, checkpoint)
@@ -202,27 +206,45 @@ def threads_for(hidden_size: int) -> int:
     return 1 if hidden_size < SMALL_HIDDEN_SIZE else os.cpu_count() or 1
 
 
-def save_learner(learner: Learner, folder: Path | None, tokenizer: Any = None) -> None:
-    """The policy in Hugging Face layout in `folder` itself, everything else beside it.
+def save_learner(learner: Learner, folder: Path, tokenizer: Any = None) -> None:
+    """The policy in Hugging Face layout in `folder` itself, everything else beside it; every rank has to do it."""
+    staged(learner, tokenizer)(folder)
 
-    None: the folder is another rank's, and this one only helps it to gather the shards.
+
+def staged(learner: Learner, tokenizer: Any = None) -> Callable[[Path], None]:
+    """What a checkpoint holds, as it is now: what comes back writes it to a folder, also while training goes on.
+
+    Every rank has to ask, and to write: rank 0 what was gathered, and with `checkpoint.sharded` each its shards.
     """
     learner.publish()
-    _save_state(learner.optimizer, None if folder is None else folder / OPTIMIZER_FILE)
+    leads, config = learner.ranks.leads, learner.config.checkpoint
+    writes = [_staged_state(learner, learner.optimizer, OPTIMIZER_FILE)]
     if learner.critic is not None and learner.critic_optimizer is not None:
-        learner.critic.save(None if folder is None else folder / CRITIC_FOLDER)
-        _save_state(learner.critic_optimizer, None if folder is None else folder / CRITIC_OPTIMIZER_FILE)
-    if folder is None:
-        return
-    learner.sampled.save(folder, tokenizer)
-    memory = {"kl_coef": learner.kl_coef, "running": asdict(learner.running)}
-    (folder / MEMORY_FILE).write_text(json.dumps(memory), encoding="utf-8")
+        critic, values = learner.critic, learner.critic.state(keep=leads)
+        writes += [_staged_state(learner, learner.critic_optimizer, CRITIC_OPTIMIZER_FILE)]
+        writes += [lambda folder: critic.save(folder / CRITIC_FOLDER, values)] if leads else []
+    if leads:
+        policy, state = learner.sampled, learner.sampled.state() if config.background else None
+        memory = json.dumps({"kl_coef": learner.kl_coef, "running": asdict(learner.running)})
+        writes += [
+            lambda folder: policy.save(folder, tokenizer, state),
+            lambda folder: (folder / MEMORY_FILE).write_text(memory, encoding="utf-8"),
+        ]
+
+    def write(folder: Path) -> None:
+        for part in writes:
+            part(folder)
+
+    return write
 
 
-def _save_state(optimizer: Optimizer, file: Path | None) -> None:
-    tensors = optimizer.state_tensors(keep=file is not None)
-    if file is not None:
-        save_file(tensors, file)
+def _staged_state(learner: Learner, optimizer: Optimizer, file: str) -> Callable[[Path], object]:
+    ranks = learner.ranks
+    if learner.config.checkpoint.sharded:
+        shards = optimizer.state_tensors(gather=False)
+        return lambda folder: write_shards(folder / Path(file).stem, shards, ranks)
+    tensors = optimizer.state_tensors(keep=ranks.leads)
+    return lambda folder: save_file(tensors, folder / file) if ranks.leads else None
 
 
 def _load_optimizers(learner: Learner, checkpoint: Path) -> None:
@@ -231,5 +253,11 @@ def _load_optimizers(learner: Learner, checkpoint: Path) -> None:
         CRITIC_OPTIMIZER_FILE: learner.critic_optimizer,
     }
     for file, optimizer in named.items():
-        if optimizer is not None:
+        shards = checkpoint / Path(file).stem
+        if optimizer is None:
+            continue
+        if shards.is_dir():
+            masters = dict(zip(optimizer.named, optimizer.masters, strict=True))
+            optimizer.load_state_tensors(read_shards(shards, masters, learner.ranks))
+        else:
             optimizer.load_state_tensors(load_file(checkpoint / file))

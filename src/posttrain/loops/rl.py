@@ -33,7 +33,7 @@ from posttrain.loops.collect import Collector, TooManyInvalid, check_invalid_sha
 from posttrain.loops.credit import Lesson, credited, kl_of_some
 from posttrain.loops.evaluate import Evaluation, evaluate
 from posttrain.loops.fill import accepted_groups, fill_step, mean_scores, record_filter
-from posttrain.loops.learner import Learner, Models, save_learner
+from posttrain.loops.learner import Learner, Models, staged
 from posttrain.loops.record import (
     record_credit,
     record_groups,
@@ -43,6 +43,7 @@ from posttrain.loops.record import (
     record_tools,
     record_updates,
 )
+from posttrain.loops.saver import Saver
 from posttrain.loops.update import Update, offending_episodes, update
 from posttrain.packing import Batch
 from posttrain.rewards.scoring import load_states, states
@@ -75,6 +76,7 @@ class Run:
     eval_collector: Collector
     sampler: NativeSampler | SpreadSampler
     crew: Crew
+    saver: Saver
     sinks: Sinks
     log_file: logging.Handler
     step: int = 0
@@ -163,6 +165,7 @@ def train(run: Run) -> Run:
             while not run.finished:
                 _do_step(run, runner)
         finally:
+            run.saver.wait()
             runner.run(run.parts.release())
     assert run.learner.optimizer.steps_done == run.plan.optimizer_steps, "the plan is what is executed"
     return run
@@ -283,12 +286,16 @@ def checkpoint(run: Run) -> None:
     best = run.config.checkpoint.keep_best
     if best is not None and best not in run.measured:
         log.warning("checkpoint.keep_best: nothing was measured as %s, only %s", best, ", ".join(run.measured))
+    run.saver.wait()
+    step, draft = run.step, run.store.begin(run.step)
+    run.crew.order("save", draft)
+    write, metric = staged(run.learner, run.parts.tokenizer), None if best is None else run.measured.get(best)
 
-    def write(folder: Path) -> None:
-        run.crew.order("save")
-        save_learner(run.learner, folder, run.parts.tokenizer)
+    def work() -> None:
+        write(draft)
+        run.store.finish(draft, step, state, metric)
 
-    run.store.commit(run.step, write, state, metric=None if best is None else run.measured.get(best))
+    run.saver.do(work)
 
 
 def _restore(run: Run, state: dict) -> None:
@@ -323,6 +330,7 @@ def _assemble(
         learner=learner,
         sampler=sampler,
         crew=crew,
+        saver=Saver(background=config.checkpoint.background),
         stream=TaskStream(
             parts.train, seed=stream_seed, shuffle=config.data.shuffle, curriculum=config.data.curriculum
         ),

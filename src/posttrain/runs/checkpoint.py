@@ -88,10 +88,19 @@ class CheckpointStore:
         write: fills the folder it is given. state: JSON values only. Raises CheckpointError when there is a checkpoint
         of this or of a later step.
         """
+        draft = self.begin(step)
+        write(draft)
+        return self.finish(draft, step, state, metric)
+
+    def begin(self, step: int) -> Path:
+        """The first half of `commit`, for a checkpoint that takes its time: an empty folder to fill."""
         self._check_newest(step)
         draft = self.folder / f".draft-step-{step}"
         draft.mkdir()
-        write(draft)
+        return draft
+
+    def finish(self, draft: Path, step: int, state: dict[str, Any], metric: float | None = None) -> Checkpoint:
+        """The second half of `commit`."""
         _write_json(draft / STATE, state)
         files = {name: [(draft / name).stat().st_size, _sha256(draft / name)] for name in _names(draft)}
         known = metric if metric is not None and math.isfinite(metric) else None

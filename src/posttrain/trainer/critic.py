@@ -110,20 +110,27 @@ class Critic:
         self.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         self.module.train()
 
-    def save(self, directory: str | Path | None) -> None:
-        """Hugging Face layout of the decoder, and the head beside it. None: this rank only helps to gather shards."""
-        state, head = None, self.head.state_dict()
+    def state(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """A copy of the weights in the memory of the host, to be saved later, the head's named HEAD/NAME.
+
+        Shards are gathered: every rank has to call it; with keep=False a rank only helps, and gets nothing.
+        """
         if sharded_parts(self.module):
-            state = whole_state(self.module, keep=directory is not None)
-            head = {name: state.pop(f"{HEAD}.{name}") for name in head if directory is not None}
-            state = {name: tensor.to(self.dtype) for name, tensor in state.items()}
-        if directory is None:
-            return
+            gathered = whole_state(self.module, keep=keep)
+            head = {f"{HEAD}/{name}": gathered.pop(f"{HEAD}.{name}") for name in self.head.state_dict() if keep}
+            return {name: tensor.to(self.dtype) for name, tensor in gathered.items()} | head
+        both = (self.module.state_dict(), self.head.state_dict(prefix=f"{HEAD}/"))
+        return {name: tensor.to("cpu", copy=True) for state in both for name, tensor in state.items()}
+
+    def save(self, directory: str | Path, state: dict[str, Tensor] | None = None) -> None:
+        """Hugging Face layout of the decoder, and the head beside it. state: these weights instead of those of now."""
+        state = dict(self.state() if state is None else state)
+        head = {name: state.pop(f"{HEAD}/{name}").contiguous() for name in self.head.state_dict()}
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         with no_progress_bars():
             self.module.save_pretrained(target, state_dict=state)  # type: ignore[operator]
-        save_file({name: tensor.contiguous() for name, tensor in head.items()}, target / HEAD_FILE)
+        save_file(head, target / HEAD_FILE)
 
     def _load_head(self, file: Path) -> None:
         tensors = load_file(file)

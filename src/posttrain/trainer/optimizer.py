@@ -132,10 +132,11 @@ class Optimizer:
         """Planned updates without anything to learn from: the schedule moves on, weights and moments do not."""
         self.steps_done += count
 
-    def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
+    def state_tensors(self, *, keep: bool = True, gather: bool = True) -> dict[str, Tensor]:
         """All that a bit-exact resume needs, flat, for safetensors: `NAME/exp_avg`, `NAME/master`, .., `steps_done`.
 
-        Shards are gathered: every rank has to call it; with keep=False a rank only helps, and gets nothing.
+        Copies in the memory of the host. Shards are gathered: every rank has to call it; with keep=False a rank only
+        helps, and gets nothing. gather=False: shards as they are.
         """
         tensors = {STEPS_DONE: torch.tensor(self.steps_done)}
         for name, master in self._masters.items():
@@ -143,9 +144,9 @@ class Optimizer:
             if master is not self.named[name] or name in self._mastered:
                 state = {MASTER: master, **state}
             for key, value in state.items():
-                full = whole(value.detach())
+                found = whole(value.detach()) if gather else value.detach()
                 if keep:
-                    tensors[f"{name}/{key}"] = full.clone().contiguous()
+                    tensors[f"{name}/{key}"] = found.to("cpu", copy=True).contiguous()
         return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:

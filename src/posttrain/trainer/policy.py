@@ -136,8 +136,18 @@ class Policy:
         self.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         self.module.train()
 
-    def save(self, directory: str | Path, tokenizer: Any = None) -> None:
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the weights in the memory of the host, to be saved later; tied weights stay tied."""
+        copies: dict[int, Tensor] = {}
+        state = self.module.state_dict()
+        for tensor in state.values():
+            copies.setdefault(tensor.data_ptr(), tensor.to("cpu", copy=True))
+        return {name: copies[tensor.data_ptr()] for name, tensor in state.items()}
+
+    def save(self, directory: str | Path, tokenizer: Any = None, state: dict[str, Tensor] | None = None) -> None:
         """Writes Hugging Face layout (config.json, model.safetensors); with a tokenizer, its files as they are.
+
+        state: these weights instead of those of now.
 
         A model with LoRA adapters is written merged, so that it loads anywhere, with the adapters beside it in
         `adapter/`.
@@ -149,7 +159,7 @@ class Policy:
             if hasattr(module, "merge_and_unload"):
                 module.save_pretrained(target / "adapter")
                 module = copy.deepcopy(module).merge_and_unload()  # merging in place could not be undone to the bit
-            module.save_pretrained(target)
+            module.save_pretrained(target, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
 

@@ -45,6 +45,7 @@ class Ranks:
     size: int = 1
     on_this_host: int = 1  # ranks that share the cores of this machine
     mesh: DeviceMesh | None = None  # None for one rank
+    writers: Any = None  # a process group of its own, on the host, for a thread that writes a checkpoint
 
     @property
     def leads(self) -> bool:
@@ -94,7 +95,8 @@ def join_ranks(device: torch.device) -> Ranks:
     dist.init_process_group(backend, timeout=PATIENCE, **options)
     size = dist.get_world_size()
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return Ranks(dist.get_rank(), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), mesh)
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return Ranks(dist.get_rank(), size, on_this_host, mesh, dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 def leave_ranks() -> None:

@@ -106,11 +106,18 @@ def whole(value: Tensor) -> Tensor:
 
 def like(value: Tensor, model: Tensor) -> Tensor:
     """A copy of `value`, sharded and placed like `model`; every rank has to have the whole value."""
+    if isinstance(value, DTensor):
+        return value.to(model.device)
     if not isinstance(model, DTensor) or not value.dim():
         return value.to(model.device, copy=True)
     mesh = model.device_mesh
     spread = distribute_tensor(value.to(mesh.device_type), mesh, model.placements, src_data_rank=None)
     return spread.to(model.device)
+
+
+def empty_like(model: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room on the host for what has the shape and the shards of `model`."""
+    return torch.empty_like(model.detach(), dtype=dtype, device="cpu")
 
 
 @torch.no_grad()
