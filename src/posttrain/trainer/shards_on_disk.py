@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from posttrain.trainer.ranks import ALONE, Ranks
 from posttrain.trainer.sharding import empty_like
@@ -26,7 +27,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
     """Every rank has to call it, with the same names; when it returns, all have written."""
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=False)
     with one_will_do():
-        dcp.save(dict(tensors), storage_writer=writer, process_group=ranks.writers, no_dist=ranks.size == 1)
+        save(dict(tensors), storage_writer=writer, process_group=ranks.writers, no_dist=ranks.size == 1)
 
 
 def read_shards(folder: Path, models: Mapping[str, Tensor] | None = None, ranks: Ranks = ALONE) -> dict[str, Tensor]:
@@ -45,7 +46,7 @@ def read_shards(folder: Path, models: Mapping[str, Tensor] | None = None, ranks:
         model = models[name] if models is not None and stored.size and slash else None
         tensors[full_name] = torch.empty(stored.size, dtype=dtype) if model is None else empty_like(model, dtype)
     with one_will_do():
-        dcp.load(tensors, storage_reader=reader, process_group=ranks.writers, no_dist=ranks.size == 1)
+        load(tensors, storage_reader=reader, process_group=ranks.writers, no_dist=ranks.size == 1)
     return tensors
 
 
