@@ -180,6 +180,10 @@ class SamplingConfig(Section):
         default=None,
         description="forwards side by side; null = by the cores on a CPU, 1 on a GPU. Another number rounds otherwise",
     )
+    max_staleness: NonNegativeInt | None = Field(
+        default=None,
+        description="training steps that rollouts may run ahead, on a copy of the weights; null = they take turns",
+    )
 
     @model_validator(mode="after")
     def _trains(self) -> Self:
@@ -269,6 +273,18 @@ class RLConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     smoke: dict[str, Any] = Field(default={}, description="dotted keys that `--smoke` sets, for a first small try")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _corrects_what_is_stale(cls, data: Any) -> Any:
+        """An asynchronous run weighs what older weights have sampled, unless the config says how else, or not to."""
+        sections = data if isinstance(data, dict) else {}
+        sampling, algorithm = sections.get("sampling") or {}, sections.get("algorithm") or {}
+        if not (isinstance(sampling, dict) and isinstance(algorithm, dict) and sampling.get("max_staleness")):
+            return data
+        if "correction" in algorithm or algorithm.get("old_logprobs") == "sampler":
+            return data
+        return data | {"algorithm": algorithm | {"correction": "truncated_is"}}
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         for check in (
@@ -280,6 +296,7 @@ class RLConfig(Section):
             _check_tools,
             _check_best,
             _check_memory,
+            _check_asynchronous,
         ):
             check(self)
         return self
@@ -408,6 +425,14 @@ def _check_best(config: RLConfig) -> None:
             "checkpoint.every",
             f"{config.checkpoint.every} is no multiple of eval.every = {config.eval.every}, so that checkpoints would "
             "lack the metric that keep_best compares",
+        )
+
+
+def _check_asynchronous(config: RLConfig) -> None:
+    if config.sampling.max_staleness is not None and config.trainer.ranks > 1:
+        raise key_error(
+            "sampling.max_staleness",
+            f"rollouts run ahead of one process only, trainer.ranks is {config.trainer.ranks}; leave one of them out",
         )
 
 

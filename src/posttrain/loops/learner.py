@@ -40,7 +40,8 @@ class Learner:
     """The models of a run. `ref` is there only when a KL is asked for, `critic` only when the config has one.
 
     On several ranks every one of them holds a learner, whose models are sharded; `replica` is then the whole policy in
-    the dtype that it computes in, for the sampler of this rank.
+    the dtype that it computes in, for the sampler of this rank. In an asynchronous run it is what the sampler goes on
+    with while the policy is trained.
     """
 
     config: RLConfig
@@ -158,7 +159,7 @@ def make_learner(
         ref=_make_ref(config, ranks) if config.algorithm.kl_coef > 0 or config.algorithm.measure_kl else None,
         kl_coef=config.algorithm.kl_coef,
         ranks=ranks,
-        replica=Policy.from_config(model) if ranks.size > 1 else None,
+        replica=Policy.from_config(model) if ranks.size > 1 or config.sampling.max_staleness is not None else None,
     )
     if config.critic is not None:
         start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER

@@ -142,7 +142,9 @@ def record_credit(metrics: Metrics, batch: Batch, version: int) -> None:
     advantages = batch.advantages[mask].double()
     metrics.record("train/advantage_mean", float(advantages.mean()), count=count)
     metrics.record("train/advantage_std", float(advantages.std(correction=0)))
-    metrics.record("gap/staleness", float((version - batch.policy_versions[mask]).double().mean()), count=count)
+    staleness = (version - batch.policy_versions[mask]).double()
+    metrics.record("gap/staleness", float(staleness.mean()), count=count)
+    metrics.record("gap/staleness_max", float(staleness.max()))
     if "values" in batch.streams:
         values, returns = batch.streams["values"], batch.streams["returns"]
         metrics.record("critic/explained_variance", explained_variance(values, returns, mask))

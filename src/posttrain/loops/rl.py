@@ -1,4 +1,4 @@
-"""The reinforcement-learning loop, synchronous.
+"""The reinforcement-learning loop, synchronous unless `sampling.max_staleness` says otherwise (see `ahead.py`).
 
 Each step: roll out groups -> score -> assign credit -> update -> log -> evaluate -> checkpoint. In one process the
 sampler runs the policy's own module, so that new weights are in place the moment they are made. On several ranks this
@@ -13,12 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from posttrain.cluster.crew import NOBODY, Crew
 from posttrain.cluster.sampler import SpreadSampler
 from posttrain.config import RLConfig, config_yaml, load_config, plan_of
 from posttrain.data import DataError, TaskStream
+from posttrain.loops.ahead import Ahead, Draw
+from posttrain.loops.background import Background
 from posttrain.loops.build import (
     Parts,
     check_search,
@@ -32,7 +36,7 @@ from posttrain.loops.build import (
 from posttrain.loops.collect import Collector, TooManyInvalid, check_invalid_share, usable
 from posttrain.loops.credit import Lesson, credited, kl_of_some
 from posttrain.loops.evaluate import Evaluation, evaluate
-from posttrain.loops.fill import accepted_groups, fill_step, mean_scores, record_filter
+from posttrain.loops.fill import Filled, accepted_groups, fill_step, mean_scores, record_filter
 from posttrain.loops.learner import Learner, Models, staged
 from posttrain.loops.record import (
     record_credit,
@@ -59,6 +63,7 @@ from posttrain.trajectory import Trajectory
 
 log = logging.getLogger("posttrain")
 Row = Mapping[str, float]
+Runner = asyncio.Runner | Background
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +84,7 @@ class Run:
     saver: Saver
     sinks: Sinks
     log_file: logging.Handler
+    ahead: Ahead | None = None  # who rolls out in an asynchronous run
     step: int = 0
     measured: dict[str, float] = field(default_factory=dict)  # the last evaluation's metrics
     on_row: Callable[[int, Row], None] | None = None
@@ -158,7 +164,7 @@ def config_of(path: Path) -> RLConfig:
 
 def train(run: Run) -> Run:
     """Runs all steps that are left. What is finished when this raises is kept and can be resumed."""
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() if run.ahead is None else Background() as runner:
         try:
             if run.step == 0 and 0 in run.plan.eval_steps:
                 _log(run, _evaluate(run, runner, Metrics()))
@@ -171,7 +177,7 @@ def train(run: Run) -> Run:
     return run
 
 
-def _do_step(run: Run, runner: asyncio.Runner) -> None:
+def _do_step(run: Run, runner: Runner) -> None:
     """A step, and what is due after it."""
     metrics = Metrics()
     with timed(metrics, "time/step"):
@@ -182,10 +188,10 @@ def _do_step(run: Run, runner: asyncio.Runner) -> None:
     record_tools(metrics, run.parts.tools)
     _log(run, metrics)
     if run.step in run.plan.checkpoint_steps:
-        checkpoint(run)
+        checkpoint(run, runner)
 
 
-def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
+def train_step(run: Run, runner: Runner, metrics: Metrics) -> None:
     """Tasks in, new weights out."""
     learner, batch = run.learner, None
 
@@ -221,22 +227,46 @@ def train_step(run: Run, runner: asyncio.Runner, metrics: Metrics) -> None:
     _keep_trajectories(run, trajectories)
 
 
-def _roll_out(run: Run, runner: asyncio.Runner, metrics: Metrics) -> list[Trajectory]:
-    publish(run)
-    batch, algorithm = run.config.batch, run.config.algorithm
-    sizes = {"prompts": batch.prompts_per_step, "group_size": batch.samples_per_prompt}
-    filled = runner.run(fill_step(run.stream.next, run.collector, algorithm, **sizes, step=run.step + 1))
-    record_filter(metrics, filled, algorithm)
+def _roll_out(run: Run, runner: Runner, metrics: Metrics) -> list[Trajectory]:
+    publish(run, runner)
+    step = run.step + 1
+    if run.ahead is None:
+        filled = runner.run(roll_out(run, step, run.stream.next))
+    else:
+        assert isinstance(runner, Background)
+        run.ahead.start_all(runner, done=run.step, version=run.learner.policy.version)
+        filled = run.ahead.take(step)
+    record_filter(metrics, filled, run.config.algorithm)
     run.stream.report(mean_scores(filled.trajectories))
     return filled.trajectories
 
 
-def publish(run: Run) -> None:
+async def roll_out(run: Run, step: int, draw: Draw) -> Filled:
+    batch = run.config.batch
+    sizes = {"prompts": batch.prompts_per_step, "group_size": batch.samples_per_prompt}
+    return await fill_step(draw, run.collector, run.config.algorithm, **sizes, step=step)
+
+
+def publish(run: Run, runner: Runner) -> None:
     """The sampler starts empty: where it runs the policy itself, dropping what it cached is all the publishing there
-    is, and what a resumed run samples cannot depend on what was cached before the kill."""
+    is, and what a resumed run samples cannot depend on what was cached before the kill.
+
+    In an asynchronous run it may be in the middle of its requests, and then sees by the version what it must drop.
+    """
     run.crew.order("publish")
-    run.learner.publish()
-    run.sampler.reset()
+    if run.ahead is None:
+        run.learner.publish()
+        run.sampler.reset()
+    else:
+        runner.run(_publish_between_forwards(run, run.ahead))
+
+
+async def _publish_between_forwards(run: Run, ahead: Ahead) -> None:
+    assert isinstance(run.sampler, NativeSampler)
+    with run.sampler.paused():
+        run.learner.publish()
+    if ahead.idle:
+        run.sampler.reset()
 
 
 def _stop_if_broken(run: Run, trajectories: list[Trajectory]) -> None:
@@ -260,9 +290,9 @@ def keep_advantages(trajectories: list[Trajectory], batch: Batch) -> None:
         trajectory.streams["advantages"] = advantages.tolist()
 
 
-def _evaluate(run: Run, runner: asyncio.Runner, metrics: Metrics) -> Metrics:
+def _evaluate(run: Run, runner: Runner, metrics: Metrics) -> Metrics:
     assert run.parts.eval is not None
-    publish(run)
+    publish(run, runner)
     with timed(metrics, "time/eval"):
         done = runner.run(evaluate(run.parts.eval, run.eval_collector, run.config.eval))
     done.record(metrics)
@@ -272,13 +302,16 @@ def _evaluate(run: Run, runner: asyncio.Runner, metrics: Metrics) -> Metrics:
     return metrics
 
 
-def checkpoint(run: Run) -> None:
+def checkpoint(run: Run, runner: Runner) -> None:
     """Commits everything that a bit-exact continuation needs."""
     run.directory.sync()
+    if run.ahead is not None:
+        publish(run, runner)  # what is saved is the copy
+    positions, write_ahead = runner.run(_positions(run))
     state = {
         "step": run.step,
         "policy_version": run.learner.policy.version,
-        "stream": run.stream.state_dict(),
+        **positions,
         "rng": rng_state(),
         "measured": run.measured,
         "rewards": states(run.parts.rewards),
@@ -288,6 +321,7 @@ def checkpoint(run: Run) -> None:
         log.warning("checkpoint.keep_best: nothing was measured as %s, only %s", best, ", ".join(run.measured))
     run.saver.wait()
     step, draft = run.step, run.store.begin(run.step)
+    write_ahead(draft)  # now: what it writes is trained on next
     run.crew.order("save", draft)
     write, metric = staged(run.learner, run.parts.tokenizer), None if best is None else run.measured.get(best)
 
@@ -298,7 +332,15 @@ def checkpoint(run: Run) -> None:
     run.saver.do(work)
 
 
-def _restore(run: Run, state: dict) -> None:
+async def _positions(run: Run) -> tuple[dict[str, Any], Callable[[Path], None]]:
+    """Where the stream of tasks stands, and what was drawn from it without having been trained on."""
+    if run.ahead is None:
+        return {"stream": run.stream.state_dict()}, lambda folder: None
+    state, write = await run.ahead.state(lambda t: run.parts.renderer.decode(t.token_ids))
+    return {"stream": run.stream.state_dict(), "ahead": state}, write
+
+
+def _restore(run: Run, state: dict, folder: Path) -> None:
     try:
         changes = run.stream.load_state_dict(state["stream"], changed=run.config.data.changed)
     except DataError as error:
@@ -308,6 +350,8 @@ def _restore(run: Run, state: dict) -> None:
     run.step = state["step"]
     run.measured = state["measured"]
     load_states(run.parts.rewards, state.get("rewards", {}))
+    if run.ahead is not None and "ahead" in state:
+        run.ahead.restore(state["ahead"], folder, {task.id: task for task in run.parts.train})
     set_rng_state(state["rng"])
 
 
@@ -343,8 +387,15 @@ def _assemble(
         log_file=directory.log_handler(),
     )
     log.addHandler(run.log_file)
+    if (staleness := config.sampling.max_staleness) is not None:
+        run.ahead = Ahead(
+            max_staleness=staleness,
+            steps=config.run.steps,
+            stream=run.stream,
+            roll_out=partial(roll_out, run),
+        )
     if checkpoint is not None:
-        _restore(run, checkpoint.state())
+        _restore(run, checkpoint.state(), checkpoint.path)
     return run
 
 

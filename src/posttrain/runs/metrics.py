@@ -134,6 +134,7 @@ METRICS: dict[str, Metric] = {
     "gap/correction_max": Metric("step", "max", "the largest such factor"),
     "gap/effective_sample_size": Metric("step", "mean", "of the importance weights, as a share of the tokens"),
     "gap/staleness": Metric("token", "mean", "optimizer steps between sampling and training"),
+    "gap/staleness_max": Metric("step", "max", "of the token whose weights were the oldest"),
     # data
     "data/consumed": Metric("step", "last", "tasks asked since the start of the run"),
     "data/epoch": Metric("step", "last", "passes over the training data"),

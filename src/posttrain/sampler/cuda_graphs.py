@@ -115,7 +115,8 @@ class CudaGraphs:
                 state.copy_(before)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # thread_local: another thread may be training meanwhile
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             self._step(size, out)
         first, second = (torch.zeros(out.shape, dtype=out.dtype).pin_memory() for _ in range(2))
         return _Captured(graph, out, (first, second))

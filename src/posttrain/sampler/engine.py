@@ -10,6 +10,7 @@ A request goes through:  submit -> waiting -> (admit: a row, the longest cached 
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Engine:
         self._lean = lean_decoder(policy)
         self._ahead = _decode_ahead(policy, self.cache, limits.max_batch)
         self._alike = _Alike([], [], None)
+        self.forward = threading.Lock()  # held by whoever runs a forward, or must not have one run
         self._may_admit = False  # whether anything happened that could let a waiting request in
 
     # -- what the sampler calls ---------------------------------------------------------------------------------------
@@ -123,9 +125,13 @@ class Engine:
         else:
             self._ahead.abandon()
 
-    @torch.inference_mode()
     def step(self) -> list[Request]:
         """One forward. Returns the requests that finished, their `result` set. No-op without work."""
+        with self.forward:
+            return self._step()
+
+    @torch.inference_mode()
+    def _step(self) -> list[Request]:
         if self._ahead is not None and self._ahead.in_air:
             return self._fly(self._ahead)
         self._notice_new_weights()

@@ -29,9 +29,9 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -152,6 +152,14 @@ class NativeSampler:
     def stats(self) -> SamplerStats:
         """The counters of all engines, summed."""
         return SamplerStats.total([engine.stats for engine in self.engines])
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No forward runs meanwhile, so that weights may change; what is unfinished goes on afterwards."""
+        with ExitStack() as held:
+            for engine in self.engines:
+                held.enter_context(engine.forward)
+            yield
 
     def reset(self) -> None:
         """Drops every cache. Needed only when weights were changed without counting `policy.version` up."""
