@@ -112,7 +112,8 @@ class Ahead:
         self._version_after = {int(step): version for step, version in state["versions"].items()}
         for step, counts in state["complete"].items():
             making = self._making[int(step)] = _Making(Future())
-            making.future.set_result(Filled(read_trajectories(step_file(folder / FOLDER, int(step))), **counts))
+            trajectories = read_trajectories(step_file(folder / FOLDER, int(step)))
+            making.future.set_result(Filled(trajectories=trajectories, **counts))
 
     async def _filled(self, step: int, making: _Making) -> Filled:
         def draw(count: int) -> list[Task]:
