@@ -17,6 +17,10 @@ T = TypeVar("T")
 class Background:
     """Use it as a context; at the end everything that still runs is cancelled and waited for."""
 
+    _loop: asyncio.AbstractEventLoop
+    _over: asyncio.Event
+    _thread: threading.Thread
+
     def __enter__(self) -> Self:
         ready = threading.Event()
         threads = torch.get_num_threads()  # a new thread would start with one per core
