@@ -96,7 +96,7 @@ def test_the_recipe_is_right_and_trains_from_a_model_of_random_weights(tmp_path,
     assert base["train"](policy, tokenizer, steps=12, batch_size=16) < 4.0, "from 5.6, the entropy of all bytes"
     policy.save(tmp_path / "model", tokenizer)
     settings = [f"model.path={tmp_path}/model", f"run.dir={tmp_path}/run", "run.sinks=[]", "run.steps=1"]
-    settings += ["batch.prompts_per_step=2", "eval.max_tasks=2"]
+    settings += ["batch.prompts_per_step=2", "batch.prompts_per_mini_batch=2", "eval.max_tasks=2"]
     config = load_config(RLConfig, Path("recipes/arithmetic.yaml"), settings)
     assert len(load_tasks(config.data, "train")) > 100
     found = check(config, tasks=40)
