@@ -52,6 +52,7 @@ __all__ = [
     "AlgorithmConfig",
     "BatchConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "ConfigError",
     "CriticConfig",
     "DataConfig",
@@ -196,6 +197,20 @@ class SamplingConfig(Section):
         return self
 
 
+class ClusterConfig(Section):
+    """Where the ranks of `trainer.ranks` run: on this machine, unless Ray is asked to place them."""
+
+    ray: str | None = Field(
+        default=None,
+        description="local = a cluster of this machine, auto = the one it belongs to, or HOST:PORT; null = no Ray",
+    )
+    cpus_per_rank: PositiveInt = 1
+    num_cpus: PositiveInt | None = Field(
+        default=None, description="of a local cluster: cores that Ray gives out; null = as many as the ranks ask for"
+    )
+    wait_seconds: PositiveInt = Field(default=300, description="for the cluster to have room for all ranks")
+
+
 class EvalConfig(Section):
     """When `data.eval` is answered, and how; sampling of its own, greedy by default."""
 
@@ -269,6 +284,7 @@ class RLConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig.model_validate({})
     critic: CriticConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     smoke: dict[str, Any] = Field(default={}, description="dotted keys that `--smoke` sets, for a first small try")

@@ -47,7 +47,7 @@ def launch_local(command: Sequence[str], count: int) -> int:
     When one fails, the others are ended and it is named on stderr, with its last lines. An interrupt goes to rank 0,
     which ends the run in order; a second one ends everything at once.
     """
-    port = _free_port()
+    port = free_port()
     ranks = [_start(command, number, count, port) for number in range(count)]
     try:
         while (statuses := [rank.process.poll() for rank in ranks]) and None in statuses:
@@ -64,6 +64,11 @@ def launch_local(command: Sequence[str], count: int) -> int:
         return 128 + signal.SIGINT
     finally:
         _end(ranks)
+
+
+def was_killed(status: int) -> bool:
+    """Whether an exit status of a launch tells of a rank that was killed, and not by whoever started the run."""
+    return status in {128 + signal.SIGKILL, 128 + signal.SIGBUS, 128 + signal.SIGSEGV, 128 + signal.SIGABRT}
 
 
 def _start(command: Sequence[str], number: int, count: int, port: int) -> _Rank:
@@ -122,6 +127,6 @@ def die_with_launcher() -> None:
         sys.exit(LEADER_GONE)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def free_port(address: str = "127.0.0.1") -> int:
+    with socket.create_server((address, 0)) as server:
         return int(server.getsockname()[1])

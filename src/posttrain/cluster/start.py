@@ -6,9 +6,11 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from posttrain.cluster.crew import NOBODY, Crew, LeaderLost, follow
-from posttrain.cluster.launch import LEADER_GONE, die_with_launcher, launch_local
+from posttrain.cluster.launch import LEADER_GONE, die_with_launcher, launch_local, was_killed
+from posttrain.cluster.on_ray import launch_ray
 from posttrain.config import ConfigError, RLConfig
 from posttrain.trainer.loading import pick_device
 from posttrain.trainer.ranks import Ranks, join_ranks, leave_ranks, world_size
@@ -24,10 +26,10 @@ def mustered(config: RLConfig, ranks: int | None = None) -> Iterator[Crew | None
     wanted, there = ranks or config.trainer.ranks, world_size()
     if there == 1:
         _check(config, wanted)
-    if there == wanted == 1:
+    if there == wanted == 1 and config.cluster.ray is None:
         yield NOBODY
     elif there == 1:
-        status = launch_local([sys.executable, "-m", "posttrain", *sys.argv[1:]], wanted)
+        status = _launched(config, wanted)
         if status:
             sys.exit(status)
         yield None
@@ -35,6 +37,27 @@ def mustered(config: RLConfig, ranks: int | None = None) -> Iterator[Crew | None
         if wanted not in (1, there):
             raise ConfigError([f"trainer.ranks is {wanted}, but {there} ranks were started; leave it out"])
         yield from _met(config)
+
+
+def _launched(config: RLConfig, count: int) -> int:
+    """Exit status of the run. Ranks that were killed from outside (out of memory, a lost node) start again from the
+    last checkpoint; one that fails by itself would fail again."""
+    launch = (
+        launch_local if config.cluster.ray is None else partial(launch_ray, cluster=config.cluster, gpus=_gpus(config))
+    )
+    arguments, status = sys.argv[1:], 0
+    for left in range(config.trainer.restarts, -1, -1):
+        status = launch([sys.executable, "-m", "posttrain", *arguments], count)
+        if not was_killed(status) or not left:
+            break
+        print(f"starting {count} ranks again from the last checkpoint; {left - 1} restarts are left", file=sys.stderr)
+        if (config.run.directory / "config.yaml").is_file():
+            arguments = ["resume", str(config.run.directory), "--ranks", str(count)]
+    return status
+
+
+def _gpus(config: RLConfig) -> bool:
+    return pick_device(config.model.device).type == "cuda"
 
 
 def _met(config: RLConfig) -> Iterator[Crew | None]:

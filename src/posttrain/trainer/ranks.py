@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -31,6 +31,9 @@ class TrainerConfig(BaseModel):
     )
     offload: bool = Field(
         default=False, description="on GPUs: weights, gradients and moments live in host memory between their uses"
+    )
+    restarts: NonNegativeInt = Field(
+        default=3, description="ranks killed from outside are started again, from the last checkpoint, so many times"
     )
     reshard_after_forward: bool = Field(
         default=True, description="let go of gathered layers between forward and backward: less memory, more traffic"
