@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import ConfigError, RLConfig, load_config
+from posttrain.data.problems import DataError
 from posttrain.envs import SearchEnv
 from posttrain.loops.check import check, lint_tags
 from posttrain.rewards.audit import TAGGED
@@ -117,6 +118,17 @@ def test_rows_of_two_rewards_are_answered_in_both_forms(tmp_path):
     found = check(toy(tmp_path, {"name": "em"}, tasks=mixed))
     assert found.passed, found.render()
     assert found.reached == 4
+
+
+def test_an_answer_that_no_comparison_reads_is_no_fault_of_a_row_that_is_judged_otherwise(tmp_path):
+    """`a` is an article to exact match, and a number to mathematics."""
+    letter = [{"id": "1", "question": "x = a, x = ?", "answer": "a", "kind": "algebra"}]
+    by = {"by": {"column": "kind", "rewards": {"algebra": {"name": "math"}}}}
+    assert check(toy(tmp_path, by, tasks=letter)).passed
+    own = {"path": str(tmp_path / "train.jsonl"), "reward": "math"}
+    assert check(toy(tmp_path, {"name": "em"}, tasks=letter, data={"train": [own]})).passed
+    with pytest.raises(DataError, match="normalises to nothing"):
+        check(toy(tmp_path, {"name": "em"}, tasks=letter))
 
 
 def test_rubrics_and_tests_have_no_answer_to_play(tmp_path):

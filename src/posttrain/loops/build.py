@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from posttrain.chat import ChatError, Renderer
 from posttrain.config import WORLDS, ConfigError, RLConfig, options_for, resolve
 from posttrain.data import TaskSet, load_tasks
+from posttrain.data.config import SourceConfig
 from posttrain.endpoint import AgentEpisode, ExternalAgent, Host
 from posttrain.envs.protocol import check_env
 from posttrain.loops.collect import Collector, Credit
@@ -36,6 +37,7 @@ from posttrain.tools.protocol import Tool
 from posttrain.trainer.loading import ModelError, check_directory, model_path
 from posttrain.trainer.policy import Policy
 
+COMPARING = {"em", "f1", "sub_em"}
 log = logging.getLogger("posttrain")
 
 
@@ -115,7 +117,7 @@ def load_part(config: RLConfig, part: Literal["train", "eval"], renderer: Render
         config.data.model_copy(update={"max_prompt_tokens": limit}),
         part,
         measure=lambda task: len(renderer.prompt(task.prompt, tools(task.env or config.env.name))),
-        check_ground_truth=unscorable if compares_answers(config.reward) else None,
+        check_ground_truth=unscorable if compares_answers(config.reward, getattr(config.data, part)) else None,
         limit_key=key,
     )
     for report in tasks.reports:
@@ -212,10 +214,16 @@ def load_tokenizer(path: str) -> Any:
         ) from error
 
 
-def compares_answers(reward: RewardConfig) -> bool:
-    """Whether the reward normalises accepted answers and compares them as text."""
-    names = [part.name for part in reward.parts.values()] or [reward.name]
-    return not {"em", "f1", "sub_em"}.isdisjoint(names)
+def compares_answers(reward: RewardConfig, sources: Sequence[SourceConfig] = ()) -> bool:
+    """Whether every row's reward normalises its accepted answers and compares them as text."""
+    if reward.by is not None:
+        parts = [*reward.by.rewards.values(), *([reward.by.default] if reward.by.default else [])]
+        chosen = [{part.name} for part in parts]
+    else:
+        chosen = [{part.name for part in reward.parts.values()} or {reward.name}]
+    own = [{source.reward} for source in sources if source.reward is not None]
+    own += [{"another"} for source in sources if source.columns.reward is not None]  # each row its own
+    return all(not names.isdisjoint(COMPARING) for names in (*chosen, *own))
 
 
 def unscorable(answer: str) -> str | None:
