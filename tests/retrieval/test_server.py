@@ -177,6 +177,9 @@ def test_a_served_index_in_its_own_process(shared_data: Path, tmp_path: Path):
         }
         body = {"queries": ["Who was Evan Morris a lobbyist for?"], "topk": 3, "return_scores": True}
         result = httpx.post(match[0] + "/retrieve", json=body, trust_env=False).json()["result"]
+        for page in ({"host": "attacker.example"}, {"origin": "https://attacker.example"}):
+            refused = httpx.post(match[0] + "/retrieve", json=body, headers=page, trust_env=False)
+            assert (refused.status_code, "result" in refused.json()) == (403, False)
     finally:
         process.send_signal(signal.SIGINT)
         process.stderr.read()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +21,7 @@ from posttrain.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxResul
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux")
 SMALL = SandboxLimits(wall_seconds=5.0, memory_bytes=256 << 20, disk_bytes=8 << 20, file_bytes=4 << 20, processes=8)
+FOLDERS = "posttrain-sandbox-*"
 SECRET = "hush-hush-hush"
 TRY = """
 def attempt(name, call):
@@ -37,8 +41,22 @@ while True: time.sleep(1)
 """
 
 
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the sandbox puts the folders of programs, which may be of another user than we are."""
+    tmp_path_factory.getbasetemp()  # made now, where it belongs
+    kept, tempfile.tempdir = tempfile.tempdir, None
+    folder = tempfile.mkdtemp(prefix="posttrain-test-")
+    os.chmod(folder, 0o711)
+    tempfile.tempdir = folder
+    yield Path(folder)
+    tempfile.tempdir = kept
+    assert list(Path(folder).glob(FOLDERS)) == []
+    shutil.rmtree(folder)
+
+
 @pytest.fixture(params=WAYS, scope="module")
-def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+def box(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Sandbox]:
     os.environ["SOME_API_KEY"] = SECRET
     sandbox = Sandbox(SMALL, isolation=request.param)
     yield sandbox
@@ -409,6 +427,69 @@ many()
     assert "No space left" in result.stderr or result.limit == "disk", result
 
 
+DEEP = """
+import os
+try:
+    for _ in range(3000):
+        os.mkdir('d'); os.chdir('d')
+except OSError: pass
+open('bottom', 'w').write('x')
+"""
+CLOSED = """
+import os
+os.mkdir('closed', 0o300); os.mkdir('closed/none', 0o000)
+with open('closed/big', 'wb') as f: f.write(b'x' * 1000)
+print('made')
+"""
+MANY = """
+import time
+try:
+    for i in range(100_000): open(f'f{i}', 'w').close()
+except OSError: pass
+"""
+
+
+@pytest.mark.parametrize("code", [DEEP, CLOSED, MANY], ids=["deeper than paths reach", "closed", "many empty files"])
+def test_odd_folders_break_nothing_and_are_removed(box: Sandbox, scratch: Path, code: str):
+    result = box.run_blocking(code)
+    assert result.limit in (None, "disk", "wall"), result
+    assert left_behind(scratch) == []
+    assert box.run_blocking("import os; print(os.listdir('.'))").stdout == "[]\n"
+
+
+def test_nothing_remains_of_a_run_that_is_given_up(scratch: Path):
+    before = set(scratch.glob(FOLDERS))
+    box = Sandbox(SMALL, isolation=WAYS[-1])
+    code = "open('left', 'w').write('x' * 1000)\nimport time\ntime.sleep(60)"
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(box.run(code), 0.7))
+    box.close()
+    assert set(scratch.glob(FOLDERS)) == before
+
+
+def test_nothing_remains_when_we_are_killed(scratch: Path):
+    before = set(scratch.glob(FOLDERS))
+    program = f"""
+import os, signal, tempfile
+tempfile.tempdir = {str(scratch)!r}
+from posttrain.sandbox import Sandbox
+box = Sandbox(isolation={WAYS[-1]!r})
+print(box.run_blocking("print(1)").stdout, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("1", -9), done.stderr
+    ends = time.monotonic() + 5.0
+    while set(scratch.glob(FOLDERS)) != before and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert set(scratch.glob(FOLDERS)) == before
+
+
+def left_behind(scratch: Path) -> list[Path]:
+    """What launchers keep in their folders."""
+    return [path for folder in scratch.glob(FOLDERS) for path in folder.iterdir()]
+
+
 def test_nothing_remains_for_the_next_run(box: Sandbox):
     box.run_blocking("open('left.txt', 'w').write('x'); import os; os.environ['A'] = 'b'; import json; json.evil = 1")
     code = "import os, json; print(os.listdir('.'), os.environ.get('A'), hasattr(json, 'evil'))"
@@ -429,18 +510,10 @@ def test_two_runs_do_not_see_each_other(box: Sandbox):
     assert results[0].ok
 
 
-def test_no_scratch_directory_and_no_mount_is_left(box: Sandbox):
+def test_no_folder_and_no_mount_is_left(box: Sandbox, scratch: Path):
     box.run_blocking("open('x', 'w').write('x' * 1000)")
-    mine = [path for path in Path("/tmp").glob("posttrain-sandbox-*") if path.stat().st_uid == os.getuid()]
-    assert not [path for path in mine if path.stat().st_mtime > time.time() - 1 and list_or_none(path)]
+    assert left_behind(scratch) == []
     assert "posttrain-sandbox" not in Path("/proc/mounts").read_text()
-
-
-def list_or_none(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []
 
 
 def count_processes() -> int:

@@ -190,3 +190,13 @@ def test_no_secret_of_the_environment_is_in_a_result_or_an_error(monkeypatch: py
         run(Redacted(Script(ToolError(CallStatus.FAILED, f"401 for {SECRET}", transient=True, retry_after=3.0))))
     assert (str(refused.value), refused.value.message) == ("401 for [SERVICE_API_KEY]",) * 2
     assert (refused.value.transient, refused.value.retry_after) == (True, 3.0)
+
+
+def test_who_is_asked_to_wait_beyond_the_deadline_gives_up_at_once():
+    """Retry-After: 99999999999."""
+    tool = Script(ToolError(CallStatus.FAILED, "later", transient=True, retry_after=1e23))
+    started = time.monotonic()
+    with pytest.raises(ToolError, match="later"):
+        run(Retrying(tool, retries=3, backoff_seconds=0, patience=60.0))
+    assert time.monotonic() - started < 1
+    assert len(tool.started) == 1

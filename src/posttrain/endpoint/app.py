@@ -13,12 +13,12 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
 from posttrain.boundary.foreign_json import read_json
+from posttrain.boundary.local import Message
 from posttrain.endpoint.wire import Asked, Refusal, Reply, chunks, completion, parse_chat, parse_text
 
 T = TypeVar("T")
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 MAX_BODY_BYTES = 32 << 20
 QUIET_SECONDS = 5.0  # a stream with nothing to say shows this often that it is alive
 MODEL = "policy"
@@ -44,7 +44,7 @@ class App:
     def __init__(self, find: Callable[[str | None], Respondent | None]) -> None:
         self._find = find
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         try:
@@ -54,7 +54,7 @@ class App:
         except ClientGone:
             return
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
         key, path = _address(scope)
         method = scope["method"]
         if path == "/healthz":
@@ -128,7 +128,7 @@ async def _disconnected(receive: Receive) -> None:
         continue
 
 
-def _address(scope: Scope) -> tuple[str | None, str]:
+def _address(scope: Message) -> tuple[str | None, str]:
     """The key, and the path behind `/v1`."""
     path, key = scope["path"], None
     if path.startswith("/runs/"):

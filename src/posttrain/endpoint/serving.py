@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.boundary.local import Asgi
 from posttrain.endpoint.app import App, Respondent
 
 KEEP_ALIVE_SECONDS = 3600  # a connection that we close first is an error for the client that was about to use it
@@ -34,7 +35,7 @@ class Door:
 class Listener:
     """A socket and the HTTP server on it."""
 
-    def __init__(self, app: App, host: str, port: int) -> None:
+    def __init__(self, app: Asgi, host: str, port: int) -> None:
         self._app, self._host, self._port = app, host, port
         self._server: Any = None
         self.url = ""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.boundary.local import guarded
 from posttrain.config import EvalRunConfig
 from posttrain.endpoint import ExternalAgent
 from posttrain.endpoint.app import App, Respondent
@@ -113,7 +114,7 @@ async def serve(desk: OpenDesk, host: str, port: int, *, token: str | None, say:
         fits = token is None or (key is not None and secrets.compare_digest(key.encode(), token.encode()))
         return desk if fits else None
 
-    listener = Listener(App(find), host, port)
+    listener = Listener(guarded(App(find), host, has_token=token is not None), host, port)
     await listener.start()
     say(f"{listener.url}/v1")
     try:

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, StrictBool, StrictStr, ValidationError
 
+from posttrain.boundary.local import LOOPBACK, guarded
 from posttrain.retrieval.batching import Coalescer
 from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever
 from posttrain.retrieval.server_metrics import ServerMetrics
@@ -97,9 +98,9 @@ def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000, *, open_to_al
 
     open_to_all: the application wants no token; then an address other than this machine's own is worth a warning.
     """
-    if open_to_all and host not in ("127.0.0.1", "localhost", "::1"):
+    if open_to_all and host not in LOOPBACK:
         _LOG.warning("serving on %s without a token: whoever reaches this machine can search", host)
-    uvicorn.run(app, host=host, port=port, access_log=False)
+    uvicorn.run(guarded(app, host, has_token=not open_to_all), host=host, port=port, access_log=False)
 
 
 class _Desk:

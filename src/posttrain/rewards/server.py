@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from posttrain.boundary.foreign_json import read_json
+from posttrain.boundary.local import LOOPBACK, guarded
 from posttrain.deadline import in_thread
 from posttrain.rewards.model import ModelReward
 from posttrain.task import Score
@@ -53,9 +54,9 @@ def create_app(model: ModelReward, *, token: str | None = None) -> FastAPI:
 
 def serve(app: FastAPI, host: str, port: int, *, open_to_all: bool) -> None:
     """Serves until interrupted; port 0 takes a free one, named in the log."""
-    if open_to_all and host not in ("127.0.0.1", "localhost", "::1"):
+    if open_to_all and host not in LOOPBACK:
         _LOG.warning("serving on %s without a token: whoever reaches this machine can use the model", host)
-    uvicorn.run(app, host=host, port=port, access_log=False)
+    uvicorn.run(guarded(app, host, has_token=not open_to_all), host=host, port=port, access_log=False)
 
 
 def _queries(body: bytes) -> list[str] | str:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,11 +22,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.deadline import in_thread
+from posttrain.sandbox.scratch import remove
 
 Isolation = Literal["namespaces", "landlock", "none"]
 _GRACE_SECONDS = 10.0  # beyond the wall limit, which is kept inside: then the sandbox itself has failed
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 _ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_REMOVALS = 20  # tried, 50 ms apart
 _START = "import sys; sys.path.append({root!r}); from posttrain.sandbox.launch import main; main()  # for {parent}"
 
 
@@ -171,7 +174,6 @@ class Sandbox:
     def _settings(self) -> dict[str, Any]:
         """What is the same for every run."""
         return {
-            "scratch": tempfile.gettempdir(),
             "readable": [*_SYSTEM_LIBRARIES, *self._packages, *self._readable],  # and Python's own, which it knows
             "packages": self._packages,
         }
@@ -228,8 +230,10 @@ class _Launcher:
             env=_ENVIRONMENT,
             start_new_session=True,
         )
-        self.kill = weakref.finalize(self, _kill, self._process)  # also when this program ends
-        self.ask(settings, seconds=60.0)
+        scratch = tempfile.mkdtemp(prefix="posttrain-sandbox-")
+        os.chmod(scratch, 0o711)  # the program's user passes through to its own folder
+        self.kill = weakref.finalize(self, _kill, self._process, scratch)  # also when this program ends
+        self.ask({**settings, "scratch": scratch}, seconds=60.0)
 
     @property
     def is_alive(self) -> bool:
@@ -257,8 +261,8 @@ class _Launcher:
         return json.loads(line)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends the launcher and its monitor; init and all that it holds end with the monitor."""
+def _kill(process: subprocess.Popen[bytes], scratch: str) -> None:
+    """Ends the launcher and its monitor; init and all that it holds end with the monitor. Nothing stays on the disk."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -266,6 +270,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.close()
+    for _ in range(_REMOVALS):
+        try:
+            remove(scratch)
+        except FileNotFoundError:
+            return
+        except OSError:  # the program is about to end, and may still write
+            time.sleep(0.05)
 
 
 def _result(answer: Mapping[str, Any], request: Mapping[str, Any]) -> SandboxResult:

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 from posttrain.sandbox import kernel
 from posttrain.sandbox.confine import Plan, build_root, confine_program, leave_namespaces, plan_of
 from posttrain.sandbox.program import run_program
+from posttrain.sandbox.scratch import remove
 from posttrain.sandbox.watch import Watch
 
 POLL_SECONDS = 0.02
@@ -44,6 +44,8 @@ def main() -> None:
             _monitor_run(settings | json.loads(line))
             os._exit(0)
         os.waitpid(monitor, 0)
+    with contextlib.suppress(OSError):  # our parent does it, too, when it ends us; this is for one that was killed
+        remove(settings["scratch"])
 
 
 def _reply(answer: dict[str, Any]) -> None:
@@ -58,7 +60,8 @@ def _monitor_run(request: dict[str, Any]) -> None:
     except OSError as error:
         answer = {"problem": str(error)}
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(place)
     _reply(answer)
 
 

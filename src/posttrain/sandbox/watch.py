@@ -7,10 +7,10 @@ import os
 import time
 
 from posttrain.sandbox.confine import NAMESPACES, Plan
+from posttrain.sandbox.scratch import holds_more_than
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _EVERY_SECONDS = 0.05  # memory and disk; reading them costs about 0.1 ms
-_MOST_ENTRIES = 20_000  # files in the folder: a million empty ones weigh nothing, but must be deleted
 
 
 class Watch:
@@ -34,22 +34,9 @@ class Watch:
         self._next = now + _EVERY_SECONDS
         if _memory(_family(self._init)) > self.plan.memory_bytes:
             return "memory"
-        if self.plan.isolation != NAMESPACES and self._disk() > self.plan.disk_bytes:
+        if self.plan.isolation != NAMESPACES and holds_more_than(self.plan.disk_bytes, self.plan.place):
             return "disk"  # else the folder is a file system of that size
         return None
-
-    def _disk(self) -> int:
-        total = entries = 0
-        for folder, _, files in os.walk(self.plan.place):
-            for name in files:
-                entries += 1
-                try:
-                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-                except OSError:
-                    continue
-            if entries > _MOST_ENTRIES or total > self.plan.disk_bytes:
-                return self.plan.disk_bytes + 1
-        return total
 
 
 def _family(pid: int) -> list[int]:

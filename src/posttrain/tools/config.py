@@ -24,6 +24,7 @@ TOOLS: dict[str, Callable[..., Tool]] = {
     "python": PythonTool,
 }
 BUILT_IN = sorted({*TOOLS, *ONLINE})
+PATIENCE = 3600.0  # seconds of Retry-After that are waited for where a call has no deadline
 WORKERS = 2  # of a function in worker processes, when its limits do not say how many calls run at one time
 
 
@@ -142,6 +143,7 @@ def guarded(tool: Tool, limits: ToolLimits, cache: CacheConfig) -> Counted:
             retries=limits.retries,
             backoff_seconds=limits.backoff_seconds,
             max_backoff_seconds=limits.max_backoff_seconds,
+            patience=limits.seconds or PATIENCE,
         )
     if limits.seconds is not None:
         inner = Deadline(inner, limits.seconds)

@@ -97,7 +97,7 @@ class Retrying(Guard):
     """Calls again after a transient failure, at most `retries` times.
 
     Waits backoff_seconds * 2^attempt, at most max_backoff_seconds, times a random factor in [0.5, 1.5]; or as long as
-    the failure asked for (Retry-After), if that is longer.
+    the failure asked for (Retry-After), if that is longer. Asked for more than `patience` seconds, it gives up at once.
     """
 
     def __init__(
@@ -107,9 +107,11 @@ class Retrying(Guard):
         retries: int,
         backoff_seconds: float = 0.5,
         max_backoff_seconds: float = 30.0,
+        patience: float = 3600.0,
         seed: int | None = None,
     ) -> None:
         super().__init__(tool)
+        self.patience = patience
         self.retries, self.backoff_seconds, self.max_backoff_seconds = retries, backoff_seconds, max_backoff_seconds
         self.retried = 0
         self._random = random.Random(seed)
@@ -119,7 +121,7 @@ class Retrying(Guard):
             try:
                 return await self.tool.call(arguments)
             except ToolError as error:
-                if not error.transient:
+                if not error.transient or (error.retry_after or 0.0) > self.patience:
                     raise
                 self.retried += 1
                 await asyncio.sleep(self.delay(attempt, error.retry_after))

@@ -6,10 +6,13 @@ import asyncio
 import gzip
 import ipaddress
 import logging
+import resource
 import socket
+import threading
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import pytest
@@ -347,3 +350,78 @@ def test_nothing_is_logged_of_headers(stub: Stub, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.DEBUG):
         fetch(f"{stub.url}/", allow=(stub.place,), get={"headers": {"x-api-key": "top-secret-key"}})
     assert "top-secret-key" not in caplog.text
+
+
+def forever(head: bytes, piece: bytes) -> Callable[[socket.socket], None]:
+    def send(connection: socket.socket) -> None:
+        connection.sendall(head)
+        while True:
+            connection.sendall(piece)
+
+    return send
+
+
+def once(answer: bytes) -> Callable[[socket.socket], None]:
+    return lambda connection: connection.sendall(answer)
+
+
+@contextmanager
+def raw_server(send: Callable[[socket.socket], None]) -> Iterator[int]:
+    """The port of a server that reads what it is sent once and then writes as told."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection, suppress(OSError):
+                    connection.recv(65536)
+                    send(connection)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+
+
+OK, MOVED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 302 Found\r\nlocation: http://10.0.0.1/\r\n"
+CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        forever(OK, b"x: " + b"a" * 1000 + b"\r\n"),
+        forever(OK + b"x: ", b"a" * 65536),
+        forever(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        forever(b"HTTP/1.1 200 ", b"O" * 65536),
+        forever(CHUNKED + b"1;", b"a" * 65536),
+        forever(CHUNKED + b"0\r\n", b"x: " + b"a" * 1000 + b"\r\n"),
+        forever(CHUNKED, b"1\r\na\r\n" * 1000),
+        forever(MOVED + b"\r\n", b"a" * 65536),
+        once(MOVED + b"content-encoding: gzip\r\n\r\n" + gzip.compress(b"0" * 50_000_000)),
+        once(b"HTTP/1.1 302 F\r\nlocation: http://a" + b"b" * 60_000 + b"/\r\ncontent-length: 0\r\n\r\n"),
+        once(b"HTTP/1.1 302 F\r\nlocation: \xff\xfe\x00http://x\r\ncontent-length: 0\r\n\r\n"),
+        once(b"HTTP/1.1 302 F\r\nlocation: http:\\\\127.0.0.1\r\ncontent-length: 0\r\n\r\n"),
+        once(b"HTTP/1.1 302 F\r\nlocation: http://u:p@example.org/\r\ncontent-length: 0\r\n\r\n"),
+        once(OK + b"content-length: -5\r\n\r\nabc"),
+        once(OK + b"content-length: 5\r\ncontent-length: 6\r\n\r\nabcdef"),
+        once(b"hello"),
+    ],
+    ids=[
+        "headers", "a header", "continue", "a status", "a chunk's extension", "trailers", "tiny chunks",
+        "a redirect's body", "a redirect's bomb", "a far place", "a place of bytes", "backslashes", "a password",
+        "a negative length", "two lengths", "no HTTP",
+    ],
+)  # fmt: skip
+def test_answers_that_never_end_or_make_no_sense(send: Callable[[socket.socket], None]):
+    """Ended by a limit of bytes or of time, typed, and without being kept in memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.monotonic()
+    with raw_server(send) as port, pytest.raises(ToolError) as refused:
+        fetch(f"http://127.0.0.1:{port}/", allow=(f"127.0.0.1:{port}",), seconds=0.8, max_bytes=100_000)
+    assert refused.value.status in (CallStatus.FAILED, CallStatus.TIMEOUT)
+    assert time.monotonic() - started < 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastmcp import FastMCP
@@ -20,12 +20,12 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 
+from posttrain.boundary.local import LOOPBACK, Asgi, Message
 from posttrain.task import EpisodeInvalid
 from posttrain.tools.invoke import as_error
 from posttrain.tools.mcp.client import OURS
 from posttrain.tools.protocol import Tool, ToolError
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HEALTH = "/health"
 
 log = logging.getLogger("posttrain")
@@ -115,9 +115,6 @@ async def serve_http(
         )
 
 
-Asgi = Callable[[Mapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
-
-
 class BearerToken:
     """Answers 401 unless the request carries the token; compared in constant time."""
 
@@ -125,7 +122,7 @@ class BearerToken:
         self._app = app
         self._expected = f"Bearer {token}".encode()
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] != HEALTH:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):

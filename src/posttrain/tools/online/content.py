@@ -16,6 +16,9 @@ from posttrain.trajectory import CallStatus
 HTML_TYPES = ("text/html", "application/xhtml+xml", "")
 _TEXT_TYPES = ("application/json", "application/xml", "application/rss+xml", "application/atom+xml")
 
+# Python knows them, browsers do not; the first two take hours for a long page, the others hide what a page says
+_NO_ENCODINGS_OF_PAGES = {"punycode", "idna", "unicode-escape", "raw-unicode-escape", "utf-7", "charmap"}
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -43,9 +46,10 @@ def extract(body: bytes, content_type: str, charset: str | None, *, links: bool 
 
 
 def decoded(body: bytes, charset: str | None) -> str | None:
-    """The text in the announced encoding; None where none is announced, or the body is not in it."""
+    """The text in the announced encoding; None where none is announced, it fails, or pages have none such."""
     try:
-        return body.decode(codecs.lookup(charset).name) if charset else None
+        name = codecs.lookup(charset).name if charset else None
+        return None if name is None or name in _NO_ENCODINGS_OF_PAGES else body.decode(name)
     except (LookupError, ValueError):
         return None
 

@@ -34,6 +34,7 @@ from posttrain.trajectory import CallStatus
 
 USER_AGENT = "posttrain/0.1 (research agent; HTTP client)"
 Resolver = Callable[[str, int], Awaitable[list[Address]]]
+_REDIRECTS = (301, 302, 303, 307, 308)
 SocketOption = tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
 
 
@@ -278,6 +279,9 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         )
         with _as_httpx_errors():
             response = await self._pool.handle_async_request(asked)
+        if response.status in _REDIRECTS:  # httpx would read and unpack the body, whatever its size
+            await _Body(response).aclose()
+            return httpx.Response(response.status, headers=response.headers, stream=httpx.ByteStream(b""))
         return httpx.Response(
             response.status, headers=response.headers, stream=_Body(response), extensions=response.extensions
         )
