@@ -199,12 +199,12 @@ def test_a_query_in_a_tiny_world_costs_microseconds():
     retriever = BM25Retriever.from_passages(passages)
     distinct = list(dict.fromkeys(queries))
     best = math.inf
-    for _ in range(3):  # the machine may be busy: the fastest pass counts
+    for _ in range(3):  # the machine may be busy: the fastest pass counts, in time of this thread
         retriever._cache.clear()
-        started = time.perf_counter()
+        started = time.thread_time()
         for query in distinct:
             retriever.search([query], 3)
-        best = min(best, (time.perf_counter() - started) / len(distinct))
+        best = min(best, (time.thread_time() - started) / len(distinct))
     assert best < 150e-6
 
 

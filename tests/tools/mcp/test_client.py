@@ -278,41 +278,52 @@ def test_it_serves_one_event_loop_after_the_other():
     asyncio.run(tools["who"].close())
 
 
+WAYS = {"raise": 5, "kill": -signal.SIGKILL, "interrupt": -signal.SIGINT}
 SCRIPT = """
-import asyncio, sys, os, time
+import asyncio, os, signal, sys, time
 from posttrain.tools.mcp.client import open_mcp_tools
 from posttrain.tools.mcp.config import McpServerConfig
-tools = asyncio.run(open_mcp_tools([McpServerConfig(command=sys.executable, args=(sys.argv[1], *sys.argv[3:]))]))
+
+way = None
+for other in sys.argv[2:]:  # a program for each way to end, which need not import everything again
+    if os.fork() == 0:
+        way = other
+        break
+if way is None:
+    for _ in sys.argv[2:]:
+        pid, status = os.wait()
+        print("ended", pid, os.waitstatus_to_exitcode(status), flush=True)
+    sys.exit()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+tools = asyncio.run(open_mcp_tools([McpServerConfig(command=sys.executable, args=(sys.argv[1],))]))
 named = {tool.spec.name: tool for tool in tools}
 asyncio.run(named["grandchild"].call({}))
-print(named["echo"]._shared.connection._open.link.token, flush=True)
-if sys.argv[2] == "wait":
-    time.sleep(60)
-if sys.argv[2] == "raise":
+print(way, os.getpid(), named["echo"]._shared.connection._open.link.token, flush=True)
+if way == "raise":
     raise SystemExit(5)
+time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("way", ["raise", "kill", "interrupt"])
-def test_no_child_outlives_the_program(way: str):
+def test_no_child_outlives_the_program():
     """Neither an end without a `close`, nor Ctrl-C, nor a kill -9 leaves a server or what that started."""
-    waits = "wait" if way in ("kill", "interrupt") else way
-    hears = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have had it ignored
-    )
-    program = subprocess.Popen(
-        [sys.executable, "-c", hears + SCRIPT, str(ODD), waits], stdout=subprocess.PIPE, text=True
-    )
-    assert program.stdout is not None
-    token = program.stdout.readline().strip()
-    assert len(token) == 16
-    if waits == "wait":
-        assert len(living(token)) == 3  # leash, server, its child
-        program.send_signal(signal.SIGKILL if way == "kill" else signal.SIGINT)
-    code = program.wait(20)
-    program.stdout.close()
-    assert wait_gone(token, 5.0)
-    assert code == {"raise": 5, "kill": -9, "interrupt": -2}[way]
+    command = [sys.executable, "-c", SCRIPT, str(ODD), *WAYS]
+    started: dict[str, tuple[int, str]] = {}
+    codes: dict[int, int] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        for line in program.stdout:
+            word, pid, rest = line.split()
+            if word == "ended":
+                codes[int(pid)] = int(rest)
+                continue
+            started[word] = (int(pid), rest)
+            assert len(rest) == 16
+            if word != "raise":
+                assert len(living(rest)) == 3  # leash, server, its child
+                os.kill(int(pid), signal.SIGKILL if word == "kill" else signal.SIGINT)
+    assert all(wait_gone(token, 5.0) for _, token in started.values())
+    assert {way: codes[pid] for way, (pid, _) in started.items()} == WAYS
 
 
 def test_the_token_of_children_is_not_inherited_from_us():

@@ -20,6 +20,7 @@ import yaml
 from fastmcp import Client
 from fastmcp.client.transports import StdioTransport
 
+from posttrain.cli import main
 from posttrain.tools.mcp.client import open_mcp_tools
 from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.tools.mcp.offer import ToolOffer, built_in_tools
@@ -285,19 +286,19 @@ def test_the_token_must_be_there(monkeypatch: pytest.MonkeyPatch):
         serve(ToolOffer(), token_env="NO_SUCH_TOKEN")
 
 
-def posttrain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "posttrain", "serve-tools", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
-
-
-def test_mistakes_end_the_command_with_one_line(tmp_path: Path):
+def test_mistakes_end_the_command_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     path = tmp_path / "tools.yaml"
     path.write_text("tools:\n- pubmed_search\n- use: browse_webpage\n  options: {fetchr: jina}\nmcp: ['']\n")
-    done = posttrain("--config", str(path))
-    assert done.returncode == 1
-    assert "options.fetchr" in done.stderr
-    assert "mcp[0]: expected a URL or a command" in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["posttrain", "serve-tools", "--config", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert "options.fetchr" in said
+    assert "mcp[0]: expected a URL or a command" in said
+    assert "Traceback" not in said
 
 
 def test_mcp_servers_are_served_on(tmp_path: Path):
