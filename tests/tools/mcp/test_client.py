@@ -292,13 +292,13 @@ for other in sys.argv[2:]:  # a program for each way to end, which need not impo
 if way is None:
     for _ in sys.argv[2:]:
         pid, status = os.wait()
-        print("ended", pid, os.waitstatus_to_exitcode(status), flush=True)
+        os.write(1, f"ended {pid} {os.waitstatus_to_exitcode(status)}\\n".encode())  # whole lines: others write, too
     sys.exit()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
 tools = asyncio.run(open_mcp_tools([McpServerConfig(command=sys.executable, args=(sys.argv[1],))]))
 named = {tool.spec.name: tool for tool in tools}
 asyncio.run(named["grandchild"].call({}))
-print(way, os.getpid(), named["echo"]._shared.connection._open.link.token, flush=True)
+os.write(1, f"{way} {os.getpid()} {named['echo']._shared.connection._open.link.token}\\n".encode())
 if way == "raise":
     raise SystemExit(5)
 time.sleep(60)
