@@ -167,3 +167,22 @@ def test_ranks_without_work_keep_the_others_company(runs: Path, tmp_path: Path, 
     assert largest_gap(tmp_path / "1" / "after", tmp_path / "3" / "after") < close
     moved = [load_file(tmp_path / "3" / name / "model.safetensors") for name in ("before", "after")]
     assert max(float((moved[1][name] - moved[0][name]).abs().max()) for name in moved[0]) > 1e-4
+
+
+@pytest.mark.parametrize(("count", "together"), [(4, 2), (4, 4)])
+def test_ranks_that_share_every_micro_batch(runs: Path, tmp_path: Path, count: int, together: int):
+    """Ulysses: rows of all heads become heads of all rows around attention; of two key heads, four ranks get halves."""
+    kept = usable(read_trajectories(runs / "2" / "run" / "trajectories" / "step-000001.parquet"))[:5]
+    for trajectory in kept:
+        trajectory.streams.clear()
+    lesson = Lesson.of(kept)
+    configs = {
+        1: config_in(tmp_path / "one"),
+        count: config_in(tmp_path / "many", trainer={"sequence_parallel": together}),
+    }
+    for number, config in configs.items():
+        models, folder = Models(config, STEPS, version=4), tmp_path / f"{number}"
+        on_ranks(number, tmp_path / f"log{number}", step_once, models, lesson.batch, lesson.truncated, folder)
+    assert largest_gap(tmp_path / "1" / "after", tmp_path / f"{count}" / "after") < 1e-6
+    moments = load_file(tmp_path / "1" / "after" / "optimizer.safetensors")
+    assert max(float(moments[name].abs().max()) for name in moments if name.endswith("exp_avg")) > 1e-3

@@ -16,7 +16,7 @@ from torch import Tensor
 from posttrain.algorithms import LOSSES
 from posttrain.algorithms.kl import adapted_kl_coef, bounded, straight_through
 from posttrain.algorithms.shaping import Running
-from posttrain.config import RLConfig
+from posttrain.config import ConfigError, RLConfig
 from posttrain.runs.rng import seed_everything
 from posttrain.trainer.critic import HEAD, Critic
 from posttrain.trainer.loading import load_config, model_path, pick_device
@@ -24,6 +24,7 @@ from posttrain.trainer.optimizer import Optimizer, OptimizerConfig
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import ALONE, Ranks
+from posttrain.trainer.sequence import SequenceGroup
 from posttrain.trainer.sharding import copy_weights, let_go
 from posttrain.trainer.shards_on_disk import read_shards, write_shards
 
@@ -54,6 +55,7 @@ class Learner:
     kl_coef: float = 0.0  # as the controller has left it
     running: Running = field(default_factory=Running)  # of all rewards so far, for their normalisation
     ranks: Ranks = ALONE
+    sequence: SequenceGroup | None = None  # ranks that share each micro-batch with this one
     replica: Policy | None = None
 
     @property
@@ -104,8 +106,23 @@ class Learner:
     def parallel_micro_batches(self) -> int:
         """Micro-batches worked on at once: threads on a CPU, one at a time on a GPU, one on each of several ranks."""
         if self.ranks.size > 1:
-            return self.ranks.size
+            return self.teams
         return self.config.batch.cpu_workers if self.policy.device.type == "cpu" else 1
+
+    @property
+    def teams(self) -> int:
+        """Ranks, or groups of those that share each micro-batch."""
+        return self.ranks.size // (1 if self.sequence is None else self.sequence.size)
+
+    @property
+    def team(self) -> int:
+        """That of this rank."""
+        return self.ranks.rank // (1 if self.sequence is None else self.sequence.size)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells the others what its team has found."""
+        return self.sequence is None or self.sequence.rank == 0
 
     @property
     def sampled(self) -> Policy:
@@ -151,14 +168,16 @@ def make_learner(
         torch.set_num_threads(max(1, threads_for(hidden_size) // ranks.on_this_host))
         if hidden_size < SMALL_HIDDEN_SIZE:
             keep_freed_memory()
-    policy = _spread(Policy.from_config(model), config, ranks)
+    sequence = _sequence_group(config, ranks)
+    policy = _spread(Policy.from_config(model), config, ranks, sequence)
     learner = Learner(
         config=config,
         policy=policy,
         optimizer=_optimizer(policy, config.optimizer, optimizer_steps, ranks),
-        ref=_make_ref(config, ranks) if config.algorithm.kl_coef > 0 or config.algorithm.measure_kl else None,
+        ref=_make_ref(config, ranks, sequence) if config.algorithm.kl_coef > 0 or config.algorithm.measure_kl else None,
         kl_coef=config.algorithm.kl_coef,
         ranks=ranks,
+        sequence=sequence,
         replica=Policy.from_config(model) if ranks.size > 1 or config.sampling.max_staleness is not None else None,
     )
     if config.critic is not None:
@@ -166,7 +185,7 @@ def make_learner(
         critic = Critic.from_policy(start, config.model.device, config.model.dtype)
         if config.model.gradient_checkpointing:
             critic.checkpoint_activations()
-        learner.critic = _spread(critic, config, ranks)
+        learner.critic = _spread(critic, config, ranks, sequence)
         learner.critic_optimizer = _optimizer(learner.critic, config.critic.optimizer, optimizer_steps, ranks)
     if checkpoint is not None:
         _load_optimizers(learner, checkpoint)
@@ -178,10 +197,17 @@ def make_learner(
 Model = TypeVar("Model", Policy, Critic)
 
 
-def _spread(model: Model, config: RLConfig, ranks: Ranks) -> Model:
+def _spread(model: Model, config: RLConfig, ranks: Ranks, sequence: SequenceGroup | None) -> Model:
     if ranks.size > 1:
-        model.shard(ranks, config.trainer)
+        model.shard(ranks, config.trainer, sequence)
     return model
+
+
+def _sequence_group(config: RLConfig, ranks: Ranks) -> SequenceGroup | None:
+    size = config.trainer.sequence_parallel
+    if ranks.size % size:
+        raise ConfigError([f"trainer.sequence_parallel is {size}, which does not divide {ranks.size} ranks"])
+    return SequenceGroup.of(ranks, size)
 
 
 def _optimizer(model: Policy | Critic, config: OptimizerConfig, steps: int, ranks: Ranks) -> Optimizer:
@@ -190,12 +216,12 @@ def _optimizer(model: Policy | Critic, config: OptimizerConfig, steps: int, rank
     return Optimizer(model.parameters(), config, steps, mastered=mastered)
 
 
-def _make_ref(config: RLConfig, ranks: Ranks) -> Policy:
+def _make_ref(config: RLConfig, ranks: Ranks, sequence: SequenceGroup | None) -> Policy:
     """Where it is sharded, frozen: in the dtype that it computes in, without room for moments."""
     ref = Policy.from_config(config.model)
     if ranks.size > 1:
         ref.module.requires_grad_(False)
-    return _spread(ref, config, ranks)
+    return _spread(ref, config, ranks, sequence)
 
 
 def threads_for(hidden_size: int) -> int:

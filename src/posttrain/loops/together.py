@@ -16,9 +16,9 @@ from posttrain.packing import Batch, segment_bins, select
 
 
 def bins_for(batch: Batch, learner: Learner, *, at_least: int = 1) -> list[list[int]]:
-    """The segments by micro-batch; as many micro-batches for every rank, if there are enough segments."""
+    """The segments by micro-batch; as many micro-batches for every team of ranks, if there are enough segments."""
     budget, shared = learner.config.batch.tokens_per_micro_batch, learner.policy.computes_prefixes_once
-    size = learner.ranks.size
+    size = learner.teams
     bins = segment_bins(batch, budget, at_least=max(at_least, size), shared=shared)
     short = -len(bins) % size
     return bins if not short else segment_bins(batch, budget, at_least=len(bins) + short, shared=shared)
@@ -40,13 +40,13 @@ def forward_together(
 ) -> Tensor:
     """[T] of a forward without gradients, a bin at a time, in the batch's order and on every rank."""
     ranks, out = learner.ranks, torch.zeros(len(batch))
-    hands = dealt([sum(batch.lengths[s] for s in segments) for segments in bins], ranks.size)
-    for index in hands[ranks.rank]:
+    hands = dealt([sum(batch.lengths[s] for s in segments) for segments in bins], learner.teams)
+    for index in hands[learner.team]:
         out[batch.tokens_of(bins[index])] = forward(select(batch, bins[index])).float().cpu()
-    for _ in range(_idle(hands, ranks.rank)):
+    for _ in range(_idle(hands, learner.team)):
         forward(_shortest(batch))
     learner.let_go()
-    return ranks.sum(out)
+    return ranks.sum(out if learner.speaks else torch.zeros_like(out))
 
 
 def descend_together(learner: Learner, loss_of: Callable[[Learner, Batch], Tensor], parts: Sequence[Batch]) -> float:
@@ -55,26 +55,27 @@ def descend_together(learner: Learner, loss_of: Callable[[Learner, Batch], Tenso
     What `loss_of` keeps as streams is then known to every rank.
     """
     ranks, losses = learner.ranks, torch.zeros(len(parts), dtype=torch.float64)
-    hands = dealt([len(part) for part in parts], ranks.size)
+    hands = dealt([len(part) for part in parts], learner.teams)
+    mine = hands[learner.team]
     given = set(parts[0].streams)
-    done = [parts[index] for index in hands[ranks.rank]]
-    for index in hands[ranks.rank]:
+    done = [parts[index] for index in mine]
+    for index in mine:
         loss = loss_of(learner, parts[index])
         loss.backward()
         losses[index] = loss.detach()
-    for _ in range(_idle(hands, ranks.rank)):
+    for _ in range(_idle(hands, learner.team)):
         nothing = _shortest(min(parts, key=len))
         nothing.weights = torch.zeros(len(nothing), device=nothing.token_ids.device)
         loss_of(learner, nothing).backward()
         done.append(nothing)
     made = {name: stream.dtype for name, stream in sorted(done[0].streams.items()) if name not in given}
     for name, dtype in made.items():
-        _share_stream(learner, parts, hands[ranks.rank], name, dtype)
-    return float(ranks.sum(losses).sum())
+        _share_stream(learner, parts, mine if learner.speaks else (), name, dtype)
+    return float(ranks.sum(losses if learner.speaks else torch.zeros_like(losses)).sum())
 
 
-def _idle(hands: Sequence[Sequence[int]], rank: int) -> int:
-    return max(len(hand) for hand in hands) - len(hands[rank])
+def _idle(hands: Sequence[Sequence[int]], team: int) -> int:
+    return max(len(hand) for hand in hands) - len(hands[team])
 
 
 def _shortest(batch: Batch) -> Batch:

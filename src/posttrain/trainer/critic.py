@@ -17,6 +17,7 @@ from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.policy import decoder_hidden_states, packed_hidden_states, scatter
 from posttrain.trainer.ranks import Ranks, TrainerConfig
+from posttrain.trainer.sequence import SequenceGroup
 from posttrain.trainer.sharding import inside, shard, shard_alone, sharded_parts, whole_state
 
 HEAD = "value_head"
@@ -40,6 +41,7 @@ class Critic:
     def __init__(self, module: nn.Module, head: nn.Linear) -> None:
         self.module = module
         self.head = head
+        self.sequence: SequenceGroup | None = None
         self._place: tuple[torch.device, torch.dtype] | None = None  # see `Policy`
         quicken_norms(module)
         self.narrows = prepare_last_layer(module)
@@ -62,9 +64,12 @@ class Critic:
             critic._load_head(Path(path) / HEAD_FILE)
         return critic
 
-    def shard(self, ranks: Ranks, config: TrainerConfig) -> None:
+    def shard(self, ranks: Ranks, config: TrainerConfig, sequence: SequenceGroup | None = None) -> None:
         """See `Policy.shard`. The head becomes a part of the module; it computes in float32 as before."""
         assert ranks.mesh is not None
+        if sequence is not None:
+            sequence.check(self.module)
+            self.sequence, self.narrows = sequence, False
         self._place = (self.device, self.dtype)
         self.module.add_module(HEAD, self.head)
         shard_alone(self.head, ranks.mesh, offload=config.offload)
@@ -97,8 +102,11 @@ class Critic:
         batch = batch.to(self.device)
         rows, hidden = packed_hidden_states(self, batch, before_policy_only=True)
         written = batch.loss_mask.nonzero()[:, 0]
-        values = self.head(hidden[rows[written - 1]].to(self.head.weight.dtype))[:, 0]
-        return scatter(values, written, len(batch))
+        before = rows[written - 1]
+        if self.sequence is not None:
+            written, before = written[before >= 0], before[before >= 0]
+        values = self.head(hidden[before].to(self.head.weight.dtype))[:, 0]
+        return scatter(values, written, len(batch), None if self.sequence is None else self.sequence.sum)
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: Any) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens."""

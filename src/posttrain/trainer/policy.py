@@ -34,6 +34,7 @@ from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.prefix import SharedPrefixAttention, shared_layout, use_shared
 from posttrain.trainer.prefix_varlen import VarlenAttention, varlen_layout
 from posttrain.trainer.ranks import Ranks, TrainerConfig
+from posttrain.trainer.sequence import SequenceGroup
 from posttrain.trainer.sharding import inside, shard
 
 
@@ -46,6 +47,7 @@ class Policy:
         self.rule = logits_rule(module)
         self.decoder = decoder_of(module)
         quicken_norms(self.decoder)
+        self.sequence: SequenceGroup | None = None  # with whom it shares the rows of a micro-batch
         self._place: tuple[torch.device, torch.dtype] | None = None  # where and in what a sharded module computes
         self.narrows = check and prepare_last_layer(self.decoder)
         if check:
@@ -81,9 +83,15 @@ class Policy:
             torch.manual_seed(seed)
             return cls(build_module(config, place, pick_dtype(dtype, place)))
 
-    def shard(self, ranks: Ranks, config: TrainerConfig) -> None:
-        """Spreads the parameters over `ranks`, in place: from now on every rank has to ask for log-probs, as often."""
+    def shard(self, ranks: Ranks, config: TrainerConfig, sequence: SequenceGroup | None = None) -> None:
+        """Spreads the parameters over `ranks`, in place: from now on every rank has to ask for log-probs, as often.
+
+        sequence: ranks that ask for those of the same batch, and share its rows.
+        """
         assert ranks.mesh is not None
+        if sequence is not None:
+            sequence.check(self.module)
+            self.sequence, self.narrows = sequence, False
         self._place = (self.device, self.dtype)
         how = {"offload": config.offload, "reshard_after_forward": config.reshard_after_forward}
         shard(self.module, ranks.mesh, self.dtype, **how)
@@ -170,6 +178,8 @@ class Policy:
         rows, hidden = packed_hidden_states(self, batch, before_policy_only=True)
         written = batch.loss_mask.nonzero()[:, 0]
         before = rows[written - 1]  # token t is predicted from its predecessor, which is of the same segment
+        if self.sequence is not None:
+            written, before = written[before >= 0], before[before >= 0]
         head = head_of(self.module)
         logprobs, entropy = fused_logprobs(
             hidden.index_select(0, before),
@@ -180,15 +190,16 @@ class Policy:
             rule=self.rule,
             with_entropy=with_entropy,
         )
-        return scatter(logprobs, written, len(batch)), None if entropy is None else scatter(
-            entropy, written, len(batch)
-        )
+        together = None if self.sequence is None else self.sequence.sum
+        logprobs = scatter(logprobs, written, len(batch), together)
+        return logprobs, None if entropy is None else scatter(entropy, written, len(batch), together)
 
 
 def packed_hidden_states(model: Any, batch: Batch, *, before_policy_only: bool = False) -> tuple[Tensor, Tensor]:
     """([T] row of each token, [R, K] hidden states by row) of a policy or critic; tokens may share a row.
 
-    before_policy_only: tokens that no policy token follows may have none (-1).
+    before_policy_only: tokens that no policy token follows may have none (-1). Where ranks share the rows, those that
+    have theirs elsewhere have none either.
     """
     layout = shared_layout(batch, model.device) if use_shared(model.device, model.dtype, model.module) else None
     if layout is not None:
@@ -202,6 +213,8 @@ def packed_hidden_states(model: Any, batch: Batch, *, before_policy_only: bool =
     of_row, rows = layout.token_of_row, layout.row_of_token
     if before_policy_only and model.narrows and (read := rows_read(rows, len(of_row), batch.loss_mask)) is not None:
         context, rows = ReadRows(context, read), renumbered(rows, len(of_row), read)
+    if model.sequence is not None:
+        of_row, rows, context = model.sequence.own_rows(of_row, rows, context)
     hidden = model.hidden_states(batch.token_ids[of_row], batch.positions[of_row], context)
     return rows, hidden[0]
 
@@ -214,9 +227,13 @@ def decoder_hidden_states(
     return out.last_hidden_state
 
 
-def scatter(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """[count], `values` at `index`, 0.0 elsewhere; keeps the graph even when `index` is empty."""
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_copy(0, index, values)
+def scatter(values: Tensor, index: Tensor, count: int, together: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """[count], `values` at `index`, 0.0 elsewhere; keeps the graph even when `index` is empty.
+
+    together: adds what other ranks know at other places.
+    """
+    out = torch.zeros(count, dtype=values.dtype, device=values.device).index_copy(0, index, values)
+    return out if together is None else together(out)
 
 
 def decoder_of(module: nn.Module) -> nn.Module:

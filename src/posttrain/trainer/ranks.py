@@ -29,6 +29,9 @@ class TrainerConfig(BaseModel):
     ranks: PositiveInt = Field(
         default=1, description="processes on this machine, one GPU each; under torchrun leave it out: it says how many"
     )
+    sequence_parallel: PositiveInt = Field(
+        default=1, description="ranks that share each micro-batch, for episodes whose activations do not fit one"
+    )
     offload: bool = Field(
         default=False, description="on GPUs: weights, gradients and moments live in host memory between their uses"
     )
