@@ -51,6 +51,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--keep-layers", action="store_true", help="trainer.reshard_after_forward: false")
     parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--sequence", type=int, default=1, help="ranks that share each micro-batch; divides --ranks")
     parser.add_argument("--weak", action="store_true", help="as many episodes for each rank")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)  # this is a rank; where rank 0 writes
     return parser.parse_args()
@@ -74,7 +75,10 @@ def config_of(given: argparse.Namespace) -> RLConfig:
         },
         "algorithm": algorithm,
         "critic": {} if given.critic else None,
-        "trainer": {"offload": given.offload, "reshard_after_forward": not given.keep_layers},
+        "trainer": {
+            "offload": given.offload, "reshard_after_forward": not given.keep_layers,
+            "sequence_parallel": given.sequence,
+        },
     }  # fmt: skip
     return parse_config(RLConfig, config)
 
