@@ -337,6 +337,7 @@ def chat(
     as_json: AsJson = False,
 ) -> None:
     """Ask a model and watch it: its words in green, what it reads dimmed, its calls and what they found, the answer."""
+    from posttrain.data import DataError
     from posttrain.loops.chat import Chat, check_request
     from posttrain.loops.target import find_target
 
@@ -344,14 +345,22 @@ def chat(
     given = [] if temperature is None else [f"eval.temperature={temperature}"]
     target = find_target(model, [*(settings or ()), *given], config=config, checkpoint=checkpoint)
     show = None if as_json else partial(_print, end="")
+    refused = False
     with Chat.open(target, task=task, env=env, judged=answer is not None) as opened:
         one = question is not None or opened.task is not None
         for asked in [question or ""] if one else _questions():
-            reply = opened.ask(asked, show, answer=answer) if opened.task is None else opened.play(opened.task, show)
+            try:
+                reply = opened.play(opened.task, show) if opened.task else opened.ask(asked, show, answer=answer)
+            except DataError as error:  # a line that is no text; the others can be asked
+                if one:
+                    raise
+                typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+                refused = True
+                continue
             _show(as_json, reply.as_dict(), f"\n{reply.verdict}")
             if save is not None:
                 opened.save(save)
-    if one and reply.invalid is not None:
+    if refused or (one and reply.invalid is not None):
         raise typer.Exit(1)
 
 

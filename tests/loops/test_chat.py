@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -176,7 +177,14 @@ def test_asking_again_gives_the_same_reply(tiny):
 def posttrain(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
     code = "from posttrain.cli import main; main()"
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], input=text, capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-c", code, *arguments],
+        input=text,
+        capture_output=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:surrogateescape"},
     )
 
 
@@ -185,6 +193,15 @@ def test_the_command_reads_questions_until_the_end_of_the_file():
     done = posttrain(*command, text="Where was Zofe born?\n\nWho?\n")
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["question"] for line in done.stdout.splitlines()] == ["Where was Zofe born?", "Who?"]
+
+
+def test_a_line_that_is_no_text_does_not_end_the_conversation():
+    command = ("chat", "tiny_search_base", "--config", "recipes/tiny_search.yaml", "--json")
+    done = posttrain(*command, text="first?\n\udcff?\nlast?\n")
+    assert [json.loads(line)["question"] for line in done.stdout.splitlines()] == ["first?", "last?"]
+    assert "lone UTF-16 surrogates" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
 
 
 def test_a_model_without_a_world_is_told_what_is_missing():

@@ -75,3 +75,8 @@ def test_p80_the_rewards_of_all_rows_are_found_before_anything_starts():
     assert {key: reward.name for key, reward in rewards.items()} == {None: "f1", "em": "em", "sub_em": "sub_em"}
     with pytest.raises(RewardError, match="unknown reward 'sub_me'"):
         load_rewards(RewardConfig(), ["em", "sub_me"])
+
+
+def test_a_bare_mapping_is_no_reward():
+    with pytest.raises(RewardError, match="got dict; the section of a config becomes one by RewardConfig"):
+        load_reward({"name": "em"})  # type: ignore[arg-type]

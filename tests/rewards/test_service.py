@@ -74,6 +74,23 @@ def test_attempts_have_an_end_and_are_told():
     assert len(server.requests) == 3
 
 
+@pytest.mark.parametrize(
+    ("bad", "reason", "seen"),
+    [
+        (Reply({}, status=500), "service_down", "HTTP 500"),
+        (Reply({}, status=429, headers={"Retry-After": "60"}), "service_down", "HTTP 429"),
+        (Reply(raw=b"<html>busy</html>"), "service_bad_reply", "the answer is no JSON: <html>busy"),
+    ],
+    ids=["500", "429", "html"],
+)
+def test_a_deadline_between_attempts_does_not_hide_what_the_server_said(bad, reason, seen):
+    with stub(bad) as server:
+        error, service = failure(server.url, seconds=1.0, backoff_seconds=0.3)
+    assert error.reason == reason
+    assert seen in error.detail
+    assert service.counters.failures == {reason: 1}
+
+
 def test_retry_after_is_respected():
     with stub(Reply({}, status=429, headers={"Retry-After": "1"}), Reply({})) as server:
         started = time.monotonic()

@@ -199,3 +199,17 @@ def test_docstrings_of_three_styles(text: str):
 @pytest.mark.parametrize("text", [None, "", "Args:", "Parameters\n----------", ":param x:", "Args:\n  *args: all"])
 def test_odd_docstrings(text: str | None):
     assert parse_docstring(text).description == ""
+
+
+def test_a_generator_is_no_tool():
+    def lines(count: int):
+        """Gives lines."""
+        yield from range(count)
+
+    async def later(count: int):
+        """Gives lines."""
+        yield count
+
+    for function in (lines, later):
+        with pytest.raises(ToolDefinitionError, match="is a generator, whose values nobody would read; return a list"):
+            Signature(function, "lines")

@@ -75,7 +75,7 @@ def build_hybrid_index(
     """
     corpus, out = Path(corpus), Path(out)
     if (out / MANIFEST).is_file() and not overwrite:
-        raise FileExistsError(f"{out} exists already; choose another folder, or overwrite it")
+        raise FileExistsError(f"{out} exists already; choose another folder, or overwrite it (--overwrite)")
     if out.exists() and {path.name for path in out.iterdir()} - {MANIFEST, "bm25", "dense", ".dense.building"}:
         raise FileExistsError(f"{out} is not a hybrid index, so it is not overwritten")
     (out / MANIFEST).unlink(missing_ok=True)

@@ -57,7 +57,7 @@ def verify_files(folder: Path, manifest: dict[str, Any], *, check_hashes: bool) 
 def refuse_to_replace(out: Path, *, overwrite: bool) -> None:
     """Raises FileExistsError when `out` is there and must stay."""
     if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists already; choose another folder, or overwrite it")
+        raise FileExistsError(f"{out} exists already; choose another folder, or overwrite it (--overwrite)")
     if out.exists() and any(out.iterdir()) and not (out / MANIFEST).is_file():
         raise FileExistsError(f"{out} is not an index (it has no {MANIFEST}), so it is not overwritten")
 

@@ -149,6 +149,11 @@ def load_reward(spec: RewardConfig | str | Callable[..., Any], *, runner: Runner
     if isinstance(spec, str):
         return _reward(spec, {}, Parts(RewardConfig(), runner))
     if not isinstance(spec, RewardConfig):
+        if not callable(spec):
+            raise RewardError(
+                f"a reward is a name, a location, a function or a RewardConfig, got {type(spec).__name__}; "
+                f"the section of a config becomes one by RewardConfig.model_validate(section)"
+            )
         function = RewardFunction(spec)
         return CustomReward(function, name=function.name, seconds=RewardConfig().seconds)
     parts = Parts(spec, runner)

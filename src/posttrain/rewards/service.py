@@ -114,7 +114,8 @@ class JsonService:
             started = time.monotonic()
             try:
                 async with asyncio.timeout(self.config.seconds):
-                    return await self._tries(lambda: self._attempt(session.http, body, read))
+                    ends = started + self.config.seconds
+                    return await self._tries(lambda: self._attempt(session.http, body, read), ends)
             except TimeoutError:
                 detail = f"{self.url}: no answer within {self.config.seconds:g} s, retries included"
                 self.counters.failures["service_timeout"] += 1
@@ -125,17 +126,19 @@ class JsonService:
             finally:
                 self.counters.seconds += time.monotonic() - started
 
-    async def _tries(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    async def _tries(self, attempt: Callable[[], Awaitable[Any]], ends: float) -> Any:
+        """ends: on the monotonic clock; a wait beyond it is not begun, so that the failure says what was seen."""
         for number in range(1, self.config.attempts + 1):
             await self._wait_for_start()
             try:
                 return await attempt()
             except ServiceError as error:
-                if not error.transient or number == self.config.attempts:
-                    tried = f" (gave up after {number} attempts)" if number > 1 else ""
-                    raise ServiceError(error.reason, error.detail + tried, transient=error.transient) from error
                 full = min(self.config.backoff_seconds * 2 ** (number - 1), self.config.max_backoff_seconds)
                 delay = max(full * (0.5 + 0.5 * self._random.random()), error.retry_after)
+                last = number == self.config.attempts or time.monotonic() + delay >= ends
+                if last or not error.transient:
+                    tried = f" (gave up after {number} attempts)" if number > 1 else ""
+                    raise ServiceError(error.reason, error.detail + tried, transient=error.transient) from error
             self.counters.retries += 1
             await asyncio.sleep(delay)
         raise AssertionError("unreachable: the last attempt returns or raises")

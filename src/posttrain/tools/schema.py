@@ -33,6 +33,8 @@ class Signature:
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, given: Collection[str] = ()) -> None:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ToolDefinitionError(f"tool {name} is a generator, whose values nobody would read; return a list")
         self.name = name
         docstring = parse_docstring(inspect.getdoc(function))
         self.description = docstring.description
