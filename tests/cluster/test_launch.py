@@ -83,7 +83,8 @@ def test_who_only_noticed_is_not_blamed(tmp_path: Path, capfd: pytest.CaptureFix
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_an_interrupt_and_a_kill_of_the_launcher_leave_no_rank(tmp_path: Path, stubborn: bool):
     code = "signal.signal(signal.SIGINT, lambda *_: sys.exit(0 if rank else 130))\n" + WAIT
-    command = f"from posttrain.cluster.launch import launch_local; launch_local({script(tmp_path, code)!r}, 2)"
+    hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # not so in a shell's background
+    command = f"{hears}; from posttrain.cluster.launch import launch_local; launch_local({script(tmp_path, code)!r}, 2)"
     launcher = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE)
     until = time.monotonic() + 30
     while len(left(tmp_path)) < 2 and time.monotonic() < until:
