@@ -40,6 +40,7 @@ from posttrain.runs.metrics import lookup
 from posttrain.runs.plan import BatchConfig, Plan, make_plan
 from posttrain.runs.plugins import check_options, options_for, resolve
 from posttrain.runs.sinks import SINKS
+from posttrain.sampler.config import SamplerConfig
 from posttrain.sampler.protocol import MIN_TEMPERATURE
 from posttrain.tools.config import ToolConfig
 from posttrain.tools.mcp.config import McpServerConfig
@@ -68,6 +69,7 @@ __all__ = [
     "RetrievalConfig",
     "RewardConfig",
     "RunConfig",
+    "SamplerConfig",
     "SamplingConfig",
     "Section",
     "ShapingConfig",
@@ -278,6 +280,7 @@ class RLConfig(Section):
     )
     reward: RewardConfig = Field(default_factory=RewardConfig)
     limits: Limits = Field(default_factory=Limits)
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
@@ -313,6 +316,7 @@ class RLConfig(Section):
             _check_best,
             _check_memory,
             _check_asynchronous,
+            _check_sampler,
         ):
             check(self)
         return self
@@ -459,3 +463,17 @@ def _check_memory(config: RLConfig) -> None:
             "batch.tokens_per_micro_batch",
             f"{room} tokens cannot hold an episode of limits.max_episode_tokens = {longest}; set {longest} or more",
         )
+
+
+def _check_sampler(config: RLConfig) -> None:
+    if config.sampler.engine == "server":
+        raise key_error(
+            "sampler.engine",
+            "a server's weights are its own: it answers for eval, generate and chat; train with native or vllm",
+        )
+    if config.sampler.engine == "vllm" and config.sampling.max_staleness is not None:
+        raise key_error("sampling.max_staleness", "rollouts run ahead with the native engine only; leave it out")
+    if config.sampler.engine == "vllm" and config.trainer.ranks > 1:
+        raise key_error("sampler.engine", "vllm samples for a run on one rank; on several, use native")
+    if config.sampler.engine != "native" and config.sampling.engines is not None:
+        raise key_error("sampling.engines", "forwards side by side are the native engine's; leave it out")

@@ -17,10 +17,11 @@ from posttrain.config import ConfigError, EvalConfig, EvalRunConfig, load_config
 from posttrain.data import load_tasks
 from posttrain.envs import SearchEnv
 from posttrain.loops import rl
-from posttrain.loops.build import eval_params, load_renderer, make_collector, make_sampler, make_stage
+from posttrain.loops.build import eval_params, load_renderer, make_collector, make_stage
 from posttrain.loops.collect import Collector, TooManyInvalid
 from posttrain.loops.eval_run import default_folder, evaluate_target
 from posttrain.loops.evaluate import Evaluation, evaluate
+from posttrain.loops.samplers import ready_sampler
 from posttrain.loops.summary import shown_ks
 from posttrain.loops.target import find_target
 from posttrain.rewards.config import load_reward
@@ -240,7 +241,7 @@ def config() -> EvalRunConfig:
 @pytest.fixture(scope="module")
 def tiny(config: EvalRunConfig) -> tuple[list[Task], Collector]:
     stage = make_stage(config, load_renderer(config))
-    sampler = make_sampler(Policy.from_config(config.model), stage)
+    sampler = ready_sampler(config, stage.tokenizer, lambda: Policy.from_config(config.model))
     return list(load_tasks(config.data, "eval")), make_collector(config, stage, sampler, eval_params(config))
 
 

@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.vllm_worker import unmatched
 from posttrain.trainer.policy import Policy
-from posttrain.weights.buckets import tensors_in
 from posttrain.weights.manifest import WeightMismatch
 from posttrain.weights.publish import Publisher, WeightError, probe, publish
 from sampler.tiny import WIDE_CONFIGS, changed, gap, play, policy, prompt, together
-
-
-class OwnCopy(NativeSampler):
-    """Samples from a policy of its own."""
-
-    in_one_process = True
-
-    def __init__(self, model: Policy) -> None:
-        super().__init__(model)
-        self.model_config, self.dtype = model.config, model.dtype
-
-    def unmatched(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
-        return unmatched(names, [name for name, _ in self.policy.module.named_parameters()], {})
-
-    def load(self, tensors: Sequence[tuple[str, Tensor]], version: int) -> None:
-        own = dict(self.policy.module.named_parameters())
-        with torch.no_grad():
-            for name, tensor in tensors:
-                own[name].copy_(tensor)
-        self.policy.version = version
-        self.reset()
-
-    def load_files(self, folder: str, version: int) -> None:
-        self.load(list(tensors_in(Path(folder))), version)
-
-    def load_broadcast(self, tensors: Sequence[tuple[str, Tensor]], version: int) -> None:
-        raise NotImplementedError
+from weights.own_copy import OwnCopy
 
 
 def pair(family: str = "qwen3") -> tuple[Policy, OwnCopy]:

@@ -80,6 +80,6 @@ def evaluate_again(run: rl.Run, *, temperature: float = 0.0, search_enabled: boo
         }
     )
     parts = replace(run.parts, envs={env.name: env_maker(env.name, config, run.parts.retriever)})
-    collector = make_collector(config, parts, run.sampler, eval_params(config))
-    run.sampler.reset()
+    collector = make_collector(config, parts, run.sampling.sampler, eval_params(config))
+    run.sampling.sampler.reset()
     return asyncio.run(evaluate(run.parts.eval, collector, config.eval))

@@ -94,7 +94,7 @@ class Desk:
     def _params(self, asked: Asked) -> tuple[SamplingParams, bool]:
         """How the answer is sampled, and whether it trains: only what was sampled as the run samples does."""
         params, policy = self._spec.params, self._agent.other_sampling
-        wanted = {"temperature": asked.temperature, "top_p": asked.top_p}
+        wanted = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
         said = {key: value for key, value in wanted.items() if value is not None}
         other = {key: value for key, value in said.items() if abs(value - getattr(params, key)) > 1e-6}
         if not other or policy == "ignore":
@@ -135,14 +135,22 @@ class Desk:
             params,
             max_new_tokens=min(room, asked.max_tokens or room),
             stop_strings=tuple(dict.fromkeys((*asked.stop, *self._stops(asked), *params.stop_strings))),
-            stop_ids=params.stop_ids | self._renderer.stop_ids | (self._form.stop_ids if asked.tools else frozenset()),
+            stop_ids=params.stop_ids | self._stop_ids(asked),
         )
 
     def _stops(self, asked: Asked) -> tuple[str, ...]:
         return self._form.stop_strings if asked.tools else ()
 
+    def _stop_ids(self, asked: Asked) -> frozenset[int]:
+        if asked.stop_ids is not None:
+            return asked.stop_ids
+        return self._renderer.stop_ids | (self._form.stop_ids if asked.tools else frozenset())
+
     def _seed(self, context: Context, asked: Asked) -> int:
-        """Of what is continued, and how often it was before: the order in which parallel calls come changes nothing."""
+        """Of what is continued, and how often it was before: the order in which parallel calls come changes nothing.
+        Who asks for token ids gets the seed that was sent."""
+        if asked.token_ids and asked.seed is not None:
+            return asked.seed
         ids = ",".join(map(str, context.ids))
         key = hashlib.blake2b(f"{ids}/{asked.seed}".encode(), digest_size=16).hexdigest()
         again = self._asked[key]
@@ -195,13 +203,13 @@ class Desk:
         if not asked.is_chat or sampled.stop_reason is not StopReason.STOP_STRING:
             return text
         stop = str(sampled.stop)
-        return text[: text.rindex(stop)] if stop in asked.stop and stop not in self._form.stop_strings else text
+        return _before(stop, text) if stop in asked.stop and stop not in self._form.stop_strings else text
 
     def _read(self, asked: Asked, context: Context, sampled: Sampled, text: str) -> Reading:
         """The calls in the text. A thought that the prompt opened is read as one."""
         if not asked.is_chat:
             stop = str(sampled.stop) if sampled.stop_reason is StopReason.STOP_STRING else ""
-            return Reading(content=text[: text.rindex(stop)] if stop in asked.stop else text)
+            return Reading(content=_before(stop, text) if stop in asked.stop else text)
         if not asked.may_call or not asked.tools:
             return Reading(content=text)
         return self._form.read(
@@ -224,7 +232,8 @@ class Desk:
         if self._agent.reasoning == "separate" and THINK_CLOSE in content:
             thought, _, content = content.rpartition(THINK_CLOSE)
             reasoning, content = thought.strip().removeprefix(THINK_OPEN).strip(), content.lstrip("\n")
-        ids = sampled.ids[:-1] if sampled.stop_reason is StopReason.STOP_ID else sampled.ids
+        cut = sampled.stop_reason is StopReason.STOP_ID and not asked.token_ids
+        ids = sampled.ids[:-1] if cut else sampled.ids
         shown = zip(ids, sampled.logprobs, strict=False) if asked.logprobs else ()
         return Reply(
             id=f"{seed:016x}",
@@ -236,7 +245,13 @@ class Desk:
             prompt_tokens=len(context.ids),
             cached_tokens=context.reused,
             completion_tokens=len(sampled.ids),
+            ids=tuple(ids) if asked.token_ids else None,
         )
+
+
+def _before(stop: str, text: str) -> str:
+    """All of the text where the stop is not in it: it was part of a control token's name."""
+    return text[: text.rindex(stop)] if stop in text else text
 
 
 def _over() -> Refusal:

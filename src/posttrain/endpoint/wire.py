@@ -26,11 +26,16 @@ READ = {
     "max_tokens",
     "messages",
     "prompt",
+    "return_token_ids",
     "stop",
+    "stop_token_ids",
     "temperature",
     "tools",
+    "top_k",
     "top_p",
 }
+RAW = {"return_token_ids", "stop_token_ids", "top_k"}  # vLLM's further parameters of /v1/completions
+
 # Parameters that are fine as long as they ask for nothing.
 ONLY: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -87,7 +92,10 @@ class Asked:
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None
+    stop_ids: frozenset[int] | None = None  # instead of the model's own
+    token_ids: bool = False  # the answer says which tokens were sampled, and the seed alone decides which
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
@@ -119,6 +127,7 @@ class Reply:
     reasoning: str | None = None
     finish_reason: str = "stop"
     tokens: tuple[tuple[str, float], ...] = ()
+    ids: tuple[int, ...] | None = None  # where they were asked for
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of these, reused as they were
     completion_tokens: int = 0
@@ -147,7 +156,7 @@ class Reply:
 
 def parse_chat(body: Any) -> Asked:
     """The body of POST /v1/chat/completions; raises Refusal."""
-    _check_keys(body, absent={"prompt", "best_of", "echo", "suffix"})
+    _check_keys(body, absent={"prompt", "best_of", "echo", "suffix", *RAW})
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refusal("messages must be a list of at least one message", param="messages")
@@ -168,7 +177,15 @@ def parse_text(body: Any) -> Asked:
     logprobs = body.get("logprobs")
     if logprobs not in (None, False, True, 0, 1):
         raise Refusal(f"logprobs={logprobs}: {WHY['top_logprobs']}; send 0 or 1", param="logprobs")
-    return Asked(prompt=_prompt(body.get("prompt")), logprobs=logprobs not in (None, False), **_common(body))
+    stop_ids = body.get("stop_token_ids")
+    return Asked(
+        prompt=_prompt(body.get("prompt")),
+        logprobs=logprobs not in (None, False),
+        token_ids=_flag(body, "return_token_ids"),
+        stop_ids=None if stop_ids is None else frozenset(_ids(stop_ids, "stop_token_ids")),
+        top_k=_integer(body, "top_k", at_least=0),
+        **_common(body),
+    )
 
 
 def _check_keys(body: Any, *, absent: set[str]) -> None:
@@ -260,9 +277,15 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-        return tuple(prompt)
+    if isinstance(prompt, list) and prompt:
+        return _ids(prompt, "prompt")
     raise Refusal("prompt must be one text or one list of token ids, not empty", param="prompt")
+
+
+def _ids(ids: Any, param: str) -> tuple[int, ...]:
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise Refusal(f"{param} must be a list of token ids", param=param)
+    return tuple(ids)
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
@@ -308,6 +331,7 @@ def completion(asked: Asked, reply: Reply, created: int) -> dict[str, Any]:
         choice |= {"message": reply.message | {"refusal": None}, "logprobs": _logprobs(asked, reply.tokens)}
     else:
         choice |= {"text": reply.content or "", "logprobs": _text_logprobs(asked, reply.tokens)}
+        choice |= {} if reply.ids is None else {"token_ids": list(reply.ids)}
     kind = "chat.completion" if asked.is_chat else "text_completion"
     return {**_head(asked, reply.id, kind, created), "choices": [choice], "usage": reply.usage}
 

@@ -19,7 +19,6 @@ from posttrain.data.config import SourceConfig
 from posttrain.endpoint import AgentEpisode, ExternalAgent, Host
 from posttrain.envs.protocol import check_env
 from posttrain.loops.collect import Collector, Credit
-from posttrain.loops.learner import Learner
 from posttrain.loops.toolbox import close_tools, open_tools, tools_for, warm
 from posttrain.retrieval.client import HttpRetriever
 from posttrain.retrieval.config import make_retriever
@@ -29,13 +28,11 @@ from posttrain.rewards.config import RewardConfig, load_rewards
 from posttrain.rewards.normalize import normalize_answer
 from posttrain.rewards.scoring import check_tasks, for_evaluation
 from posttrain.rollout import RolloutSpec, Ticket
-from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampler, SamplingParams
 from posttrain.task import Task
 from posttrain.tools.guards import Counted
 from posttrain.tools.protocol import Tool
 from posttrain.trainer.loading import ModelError, check_directory, model_path
-from posttrain.trainer.policy import Policy
 
 COMPARING = {"em", "f1", "sub_em"}
 log = logging.getLogger("posttrain")
@@ -288,19 +285,6 @@ def make_spec(config: RLConfig, parts: Stage, sampler: Sampler, params: Sampling
         params=params,
         play_otherwise=play_otherwise if agents else None,
     )
-
-
-def make_sampler(policy: Policy, parts: Stage, engines: int | None = None) -> NativeSampler:
-    """One sampler for training and evaluation. It truncates when asked to; the config refuses that for training."""
-    workers = workers_for(policy.device) if engines is None else engines
-    return NativeSampler(policy, parts.tokenizer, workers=workers, truncation="allow")
-
-
-def sampler_of_rank(learner: Learner, tokenizer: Any) -> NativeSampler:
-    """The same, of one of the ranks of a run, or of the only one."""
-    policy, engines = learner.sampled, learner.config.sampling.engines
-    share = max(1, workers_for(policy.device) // learner.ranks.on_this_host)
-    return NativeSampler(policy, tokenizer, workers=engines or share, truncation="allow")
 
 
 def training_params(config: RLConfig) -> SamplingParams:

@@ -25,12 +25,12 @@ from posttrain.loops.build import (
     eval_params,
     load_part,
     load_renderer,
-    make_sampler,
     make_spec,
     make_stage,
     tools_of,
 )
 from posttrain.loops.collect import attach_outcome
+from posttrain.loops.samplers import close_sampler, ready_sampler
 from posttrain.loops.target import Target
 from posttrain.loops.watch import Show, Watched, WatchedEnv, cited, documents_read
 from posttrain.rewards import score
@@ -133,7 +133,8 @@ class Chat:
         stage = make_stage(config, renderer, [known], judged=judged or found is not None)
         try:
             check_search(stage)
-            return cls(config, stage, make_sampler(target.load_policy(), stage), task=found, step=target.step)
+            sampler = ready_sampler(config, stage.tokenizer, target.load_policy)
+            return cls(config, stage, sampler, task=found, step=target.step)
         except BaseException:
             stage.close()
             raise
@@ -164,6 +165,7 @@ class Chat:
     def close(self) -> None:
         self._runner.run(self._stage.release())
         self._runner.close()
+        close_sampler(self._sampler)
         self._stage.close()
 
     def __enter__(self) -> Self:

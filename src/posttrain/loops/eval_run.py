@@ -27,11 +27,11 @@ from posttrain.loops.build import (
     load_part,
     load_renderer,
     make_collector,
-    make_sampler,
     make_stage,
 )
 from posttrain.loops.collect import Collector, check_invalid_share
 from posttrain.loops.evaluate import Evaluation, evaluate
+from posttrain.loops.samplers import close_sampler, ready_sampler
 from posttrain.loops.summary import Summary, shown_ks
 from posttrain.loops.target import Target
 from posttrain.runs.durable import write_atomic
@@ -96,12 +96,15 @@ def evaluate_target(target: Target, watch: Watch | None = None) -> EvalRun:
     try:
         check_search(stage)
         seed_everything(config.run.seed)
-        sampler = make_sampler(target.load_policy(), stage)
-        collector = make_collector(config, stage, sampler, eval_params(config))
-        if watch is not None:
-            count = min(len(tasks), config.eval.max_tasks or len(tasks))
-            collector = replace(collector, on_group=_counting(watch, count))
-        evaluation = asyncio.run(_answer(tasks, collector, stage, config.eval))
+        sampler = ready_sampler(config, stage.tokenizer, target.load_policy)
+        try:
+            collector = make_collector(config, stage, sampler, eval_params(config))
+            if watch is not None:
+                count = min(len(tasks), config.eval.max_tasks or len(tasks))
+                collector = replace(collector, on_group=_counting(watch, count))
+            evaluation = asyncio.run(_answer(tasks, collector, stage, config.eval))
+        finally:
+            close_sampler(sampler)
     finally:
         stage.close()
     texts = tuple(renderer.decode(trajectory.token_ids) for trajectory in evaluation.trajectories)

@@ -21,13 +21,13 @@ from posttrain.loops.build import (
     check_search,
     eval_params,
     load_renderer,
-    make_sampler,
     make_spec,
     make_stage,
     prompt_limit,
     tools_of,
 )
 from posttrain.loops.chat import answer_of
+from posttrain.loops.samplers import close_sampler, ready_sampler
 from posttrain.loops.target import Target
 from posttrain.rollout import RolloutSpec, episode_of, rollout_group
 from posttrain.runs.rng import seed_everything
@@ -74,9 +74,13 @@ def generate(target: Target, file: str, out: Path, *, samples: int = 1, watch: W
     try:
         check_search(stage)
         seed_everything(config.run.seed)
-        spec = make_spec(config, stage, make_sampler(target.load_policy(), stage), eval_params(config))
-        writer = _Writer(out, config, samples, done)
-        return asyncio.run(_answer([*tasks], spec, writer, stage, watch))
+        sampler = ready_sampler(config, stage.tokenizer, target.load_policy)
+        try:
+            spec = make_spec(config, stage, sampler, eval_params(config))
+            writer = _Writer(out, config, samples, done)
+            return asyncio.run(_answer([*tasks], spec, writer, stage, watch))
+        finally:
+            close_sampler(sampler)
     finally:
         stage.close()
 

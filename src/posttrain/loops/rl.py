@@ -1,8 +1,9 @@
 """The reinforcement-learning loop, synchronous unless `sampling.max_staleness` says otherwise (see `ahead.py`).
 
-Each step: roll out groups -> score -> assign credit -> update -> log -> evaluate -> checkpoint. In one process the
-sampler runs the policy's own module, so that new weights are in place the moment they are made. On several ranks this
-loop runs on the first of them; the others are its crew (see `cluster/crew.py`) and do with it what concerns the models.
+Each step: publish weights -> roll out groups -> score -> assign credit -> update -> log -> evaluate -> checkpoint. In
+one process the native sampler runs the policy's own module, so that new weights are in place the moment they are made;
+to vLLM they are transferred. On several ranks this loop runs on the first of them; the others are its crew (see
+`cluster/crew.py`) and do with it what concerns the models.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cluster.crew import NOBODY, Crew
-from posttrain.cluster.sampler import SpreadSampler
 from posttrain.config import RLConfig, config_yaml, load_config, plan_of
 from posttrain.data import DataError, TaskStream
 from posttrain.loops.ahead import Ahead, Draw
@@ -29,7 +29,6 @@ from posttrain.loops.build import (
     eval_params,
     load_parts,
     make_collector,
-    sampler_of_rank,
     training_credit,
     training_params,
 )
@@ -48,6 +47,7 @@ from posttrain.loops.record import (
     record_updates,
 )
 from posttrain.loops.saver import Saver
+from posttrain.loops.samplers import Sampling, open_sampling
 from posttrain.loops.update import Update, offending_episodes, update
 from posttrain.packing import Batch
 from posttrain.rewards.scoring import load_states, states
@@ -79,7 +79,7 @@ class Run:
     stream: TaskStream
     collector: Collector
     eval_collector: Collector
-    sampler: NativeSampler | SpreadSampler
+    sampling: Sampling
     crew: Crew
     saver: Saver
     sinks: Sinks
@@ -105,6 +105,7 @@ class Run:
         return {task.id: task.env or usual for task in self.parts.train} if len(self.parts.envs) > 1 else None
 
     def close(self) -> None:
+        self.sampling.close()
         self.parts.close()
         self.sinks.close()
         log.removeHandler(self.log_file)
@@ -228,7 +229,7 @@ def train_step(run: Run, runner: Runner, metrics: Metrics) -> None:
 
 
 def _roll_out(run: Run, runner: Runner, metrics: Metrics) -> list[Trajectory]:
-    publish(run, runner)
+    publish(run, runner, metrics)
     step = run.step + 1
     if run.ahead is None:
         filled = runner.run(roll_out(run, step, run.stream.next))
@@ -247,26 +248,27 @@ async def roll_out(run: Run, step: int, draw: Draw) -> Filled:
     return await fill_step(draw, run.collector, run.config.algorithm, **sizes, step=step)
 
 
-def publish(run: Run, runner: Runner) -> None:
-    """The sampler starts empty: where it runs the policy itself, dropping what it cached is all the publishing there
-    is, and what a resumed run samples cannot depend on what was cached before the kill.
+def publish(run: Run, runner: Runner, metrics: Metrics) -> None:
+    """The sampler starts empty, with the weights of now: where it runs the policy itself, dropping what it cached is
+    all the publishing there is. What a resumed run samples cannot depend on what was cached before the kill.
 
     In an asynchronous run it may be in the middle of its requests, and then sees by the version what it must drop.
     """
     run.crew.order("publish")
     if run.ahead is None:
         run.learner.publish()
-        run.sampler.reset()
+        runner.run(run.sampling.refresh(metrics))
     else:
         runner.run(_publish_between_forwards(run, run.ahead))
 
 
 async def _publish_between_forwards(run: Run, ahead: Ahead) -> None:
-    assert isinstance(run.sampler, NativeSampler)
-    with run.sampler.paused():
+    sampler = run.sampling.sampler
+    assert isinstance(sampler, NativeSampler)
+    with sampler.paused():
         run.learner.publish()
     if ahead.idle:
-        run.sampler.reset()
+        sampler.reset()
 
 
 def _stop_if_broken(run: Run, trajectories: list[Trajectory]) -> None:
@@ -292,7 +294,7 @@ def keep_advantages(trajectories: list[Trajectory], batch: Batch) -> None:
 
 def _evaluate(run: Run, runner: Runner, metrics: Metrics) -> Metrics:
     assert run.parts.eval is not None
-    publish(run, runner)
+    publish(run, runner, metrics)
     with timed(metrics, "time/eval"):
         done = runner.run(evaluate(run.parts.eval, run.eval_collector, run.config.eval))
     done.record(metrics)
@@ -364,7 +366,8 @@ def _assemble(
     crew.order("begin", models)
     learner = models.load(crew.ranks)
     stream_seed = config.run.seed if config.data.seed is None else config.data.seed
-    sampler = crew.sampler(sampler_of_rank(learner, parts.tokenizer))
+    sampling = open_sampling(learner, parts.tokenizer, crew.sampler)
+    learner.sampler_shares_weights = sampling.shares_weights
     run = Run(
         config=config,
         directory=directory,
@@ -372,17 +375,17 @@ def _assemble(
         plan=plan,
         parts=parts,
         learner=learner,
-        sampler=sampler,
+        sampling=sampling,
         crew=crew,
         saver=Saver(background=config.checkpoint.background),
         stream=TaskStream(
             parts.train, seed=stream_seed, shuffle=config.data.shuffle, curriculum=config.data.curriculum
         ),
         collector=replace(
-            make_collector(config, parts, sampler, training_params(config), evaluates=False),
+            make_collector(config, parts, sampling.sampler, training_params(config), evaluates=False),
             credit=training_credit(config),
         ),
-        eval_collector=make_collector(config, parts, sampler, eval_params(config)),
+        eval_collector=make_collector(config, parts, sampling.sampler, eval_params(config)),
         sinks=Sinks(directory, config.run.sinks, first_step=0 if checkpoint is None else checkpoint.step + 1),
         log_file=directory.log_handler(),
     )

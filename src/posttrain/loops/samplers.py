@@ -1,0 +1,116 @@
+"""The sampler that a config names: made, kept at the weights of the policy, and closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config import ConfigError, RLConfig, SamplerConfig
+from posttrain.loops.learner import Learner
+from posttrain.runs.metrics import Metrics
+from posttrain.sampler.native import NativeSampler, workers_for
+from posttrain.sampler.protocol import Sampler
+from posttrain.sampler.server import ServerSampler
+from posttrain.sampler.vllm import VllmSampler
+from posttrain.trainer.policy import Policy
+from posttrain.weights.publish import Publisher
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampling:
+    """A sampler for training, and how new weights get into it. publisher: of one that has weights of its own."""
+
+    sampler: Any  # a Sampler with `reset`
+    publisher: Publisher | None = None
+
+    @property
+    def shares_weights(self) -> bool:
+        return self.publisher is None
+
+    async def refresh(self, metrics: Metrics | None = None) -> None:
+        """Before every rollout and evaluation: the weights of now, and nothing cached."""
+        if self.publisher is None or self.sampler.version == self.publisher.policy.version:
+            self.sampler.reset()
+            return
+        started = time.perf_counter()
+        done = await self.publisher.publish()
+        if metrics is not None:
+            metrics.record("weights/probe_gap", done.probe_gap)
+            metrics.record("time/publish", time.perf_counter() - started)
+            metrics.record("speed/published_gib_per_second", done.gib_per_second)
+
+    def close(self) -> None:
+        close_sampler(self.sampler)
+
+
+def open_sampling(learner: Learner, tokenizer: Any, spread: Callable[[NativeSampler], Sampler]) -> Sampling:
+    """For a run. spread: makes of the native sampler of this rank the one of all ranks.
+
+    Raises ConfigError for several ranks whose sampler has weights of its own.
+    """
+    config = learner.config
+    if config.sampler.engine == "vllm":
+        if learner.ranks.size > 1:
+            raise ConfigError(["sampler.engine: vllm samples for a run on one rank; on several, use native"])
+        return vllm_sampling(config, tokenizer, learner.policy)
+    return Sampling(sampler=spread(sampler_of_rank(learner, tokenizer)))
+
+
+def sampler_of_rank(learner: Learner, tokenizer: Any) -> NativeSampler:
+    """The native one, of one of the ranks of a run, or of the only one."""
+    policy, config = learner.sampled, learner.config
+    share = max(1, workers_for(policy.device) // learner.ranks.on_this_host)
+    return native_sampler(config, tokenizer, policy, config.sampling.engines or share)
+
+
+def native_sampler(config: RLConfig, tokenizer: Any, policy: Policy, workers: int) -> NativeSampler:
+    """For training and evaluation. It truncates when asked to; the config refuses that for training."""
+    return NativeSampler(policy, tokenizer, workers=workers, truncation="allow", **config.sampler.options)
+
+
+def vllm_sampling(config: RLConfig, tokenizer: Any, policy: Policy) -> Sampling:
+    settings = config.sampler
+    engine = VllmSampler(policy, tokenizer, truncation="allow", **settings.options)
+    try:
+        publisher = Publisher(policy, engine, transport=settings.transport, max_gap=settings.max_probe_gap)
+    except BaseException:
+        engine.close()
+        raise
+    return Sampling(sampler=engine, publisher=publisher)
+
+
+def ready_sampler(config: RLConfig, tokenizer: Any, load: Callable[[], Policy]) -> Sampler:
+    """For evaluation: has the weights that `load` gives, or those of a server. Close it with `close_sampler`.
+
+    Raises ConfigError for a token_env that is not set.
+    """
+    if config.sampler.engine == "server":
+        return _server(config.sampler, tokenizer)
+    policy = load()
+    if config.sampler.engine == "native":
+        return native_sampler(config, tokenizer, policy, workers_for(policy.device))
+    sampling = vllm_sampling(config, tokenizer, policy)
+    try:
+        asyncio.run(sampling.refresh())
+    except BaseException:
+        sampling.close()
+        raise
+    return sampling.sampler
+
+
+def _server(settings: SamplerConfig, tokenizer: Any) -> ServerSampler:
+    assert settings.url is not None
+    token = None if settings.token_env is None else os.environ.get(settings.token_env)
+    if settings.token_env is not None and not token:
+        raise ConfigError([f"sampler.token_env: the environment variable {settings.token_env} is not set"])
+    return ServerSampler(settings.url, tokenizer, model=settings.model, token=token, **settings.options)
+
+
+def close_sampler(sampler: Sampler) -> None:
+    """Ends what the sampler runs or holds besides the policy."""
+    if isinstance(sampler, VllmSampler):
+        sampler.close()

@@ -1,0 +1,99 @@
+"""Runs with samplers that have weights of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loops.toy import metric_rows, toy_config, trained
+from posttrain.config import ConfigError, EvalRunConfig, RLConfig, load_config, parse_config
+from posttrain.loops import rl
+from posttrain.loops.samplers import Sampling, ready_sampler
+from posttrain.sampler.requests import SamplerError
+from posttrain.trainer.policy import Policy
+from posttrain.weights.publish import Publisher, WeightError
+from weights.own_copy import OwnCopy
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes/tiny_search.yaml"
+
+
+def _own_copy(config: RLConfig, tokenizer: Any, policy: Policy) -> Sampling:
+    sampler = OwnCopy(Policy.from_config(config.model, version=10**9), tokenizer)
+    return Sampling(sampler=sampler, policy=policy, publisher=Publisher(policy, sampler))
+
+
+def test_weights_are_published_before_every_rollout_and_old_logprobs_are_the_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "shared").mkdir()
+    shared = trained(toy_config(tmp_path / "shared"))
+    monkeypatch.setattr(rl, "open_sampling", _own_copy)
+    own = trained(toy_config(tmp_path / "own"))
+    assert not own.learner.sampler_shares_weights
+    assert shared.learner.sampler_shares_weights
+    for step, row in metric_rows(own).items():
+        if step:
+            assert row["weights/probe_gap"] < 1e-4
+            assert row["gap/max"] < 1e-3
+            assert row["gap/staleness"] == 0
+            assert row["reward/mean"] == pytest.approx(metric_rows(shared)[step]["reward/mean"], abs=1e-6)
+    assert own.sampling.sampler.version == own.learner.policy.version - 1, "the last update is not sampled from"
+
+
+def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deaf(config: RLConfig, tokenizer: Any, policy: Policy) -> Sampling:
+        sampling = _own_copy(config, tokenizer, policy)
+        first = sampling.sampler.load  # type: ignore[union-attr]
+
+        def load(tensors: Any, version: int) -> None:
+            first(tensors if version == 0 else (), version)
+
+        monkeypatch.setattr(sampling.sampler, "load", load)
+        return sampling
+
+    monkeypatch.setattr(rl, "open_sampling", deaf)
+    run = rl.start(toy_config(tmp_path, optimizer={"lr": 1e-2}))
+    try:
+        with pytest.raises(WeightError, match="after giving version 1 to the sampler"):
+            rl.train(run)
+    finally:
+        run.close()
+    assert run.step == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampler.engine=server", "sampler.url=http://127.0.0.1:1/v1"], "a server's weights are its own"),
+        (["sampler.engine=server"], "sampler.url goes with sampler.engine: server"),
+        (["sampler.engine=vllm", "sampling.engines=2"], "forwards side by side are the native engine's"),
+        (["sampler.options.max_bath=3"], r"no option of the engine native; did you mean max_batch\?"),
+        (["sampler.transport=disk"], "go with sampler.engine: vllm"),
+    ],
+)
+def test_sections_that_do_not_fit_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(RLConfig, RECIPE, overrides)
+
+
+def test_the_options_of_the_native_engine_reach_it() -> None:
+    config = load_config(RLConfig, RECIPE, ["sampler.options.max_batch=6", "sampling.engines=2"])
+    sampler: Any = ready_sampler(config, None, lambda: Policy.from_config(config.model))
+    assert [engine.limits.max_batch for engine in sampler.engines] == [3, 3]
+
+
+def test_a_missing_key_of_a_server_is_named() -> None:
+    server = {"engine": "server", "url": "http://127.0.0.1:1/v1", "token_env": "NO_SUCH_KEY"}
+    config = parse_config(EvalRunConfig, {"model": {"path": "m"}, "data": {}, "sampler": server})
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+        ready_sampler(config, None, lambda: pytest.fail("no policy is needed"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
+def test_without_vllm_a_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SamplerError, match="install it"):
+        rl.start(toy_config(tmp_path, sampler={"engine": "vllm"}))

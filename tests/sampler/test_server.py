@@ -1,0 +1,195 @@
+"""A server as a sampler, over real HTTP: the endpoint of `posttrain serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from posttrain.chat import Renderer
+from posttrain.endpoint.agent import ExternalAgent
+from posttrain.endpoint.app import App
+from posttrain.endpoint.serving import Listener
+from posttrain.loops.serve import OpenDesk
+from posttrain.rollout import Limits, RolloutSpec
+from posttrain.sampler import server as module
+from posttrain.sampler.native import NativeSampler
+from posttrain.sampler.protocol import SamplingParams
+from posttrain.sampler.requests import SamplerError
+from posttrain.sampler.server import ServerSampler
+from posttrain.trajectory import StopReason
+
+from .contract import Case, SamplerContract
+from .tiny import END, play, policy, prompt, together, tokenizer
+
+pytest.importorskip("uvicorn")
+LENGTHS = dict.fromkeys(("max_turn_tokens", "max_episode_tokens", "max_prompt_tokens"), 400)
+
+
+@contextmanager
+def listening(make: Callable[[], App]) -> Iterator[str]:
+    """The address of an app that is served by a thread."""
+    loop = asyncio.new_event_loop()
+    listener = Listener(make(), "127.0.0.1", 0)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(listener.start(), loop).result(30)
+        yield f"{listener.url}/v1"
+        asyncio.run_coroutine_threadsafe(listener.stop(), loop).result(30)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
+
+
+def endpoint() -> App:
+    """As `posttrain serve` has it; the key is "key"."""
+    spec = RolloutSpec(
+        make_env=lambda task: None,  # type: ignore[arg-type, return-value]
+        sampler=NativeSampler(policy(), tokenizer(), truncation="allow"),
+        renderer=Renderer(tokenizer()),
+        limits=Limits(**LENGTHS),
+        params=SamplingParams(max_new_tokens=400),
+    )
+    desk = OpenDesk(spec, ExternalAgent(agent=print, other_sampling="exclude"), seed=0, folder=None)
+    return App(lambda key: desk if key == "key" else None)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with listening(endpoint) as address:
+        yield address
+
+
+class TestContract(SamplerContract):
+    @pytest.fixture
+    def case(self, url: str) -> Case:
+        sampler = ServerSampler(url, tokenizer(), token="key")
+        return Case(sampler=sampler, tokenizer=tokenizer(), prompt=prompt(9), end_id=END, stop_string="a", reach=200)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.6}, {"temperature": 0}, {"top_p": 0.5}, {"top_k": 3}, {"stop_strings": ("a",)}]
+)
+def test_posttrain_serve_gives_what_the_sampler_in_process_gives(url: str, options: dict[str, Any]) -> None:
+    """The same ids for the same seed, over several turns, and the same log-probs."""
+    params = SamplingParams(**{"max_new_tokens": 9, "stop_ids": frozenset({END, 7})} | options)
+    later = [prompt(5), prompt(12, seed=1)]
+    far, near = (
+        together(*(play(s, prompt(4 + i), params, seed=i, observations=later) for i in range(6)))
+        for s in (
+            ServerSampler(url, tokenizer(), token="key"),
+            NativeSampler(policy(), tokenizer(), truncation="allow"),
+        )
+    )
+    assert [e.sampled_ids for e in far] == [e.sampled_ids for e in near]
+    for one, other in zip(far, near, strict=True):
+        for (_, a), (_, b) in zip(one.turns, other.turns, strict=True):
+            assert (a.stop_reason, a.stop) == (b.stop_reason, b.stop)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+
+
+def test_the_servers_own_limit_ends_a_turn_with_length(url: str) -> None:
+    sampled = together(
+        ServerSampler(url, tokenizer(), token="key").sample(prompt(390), SamplingParams(max_new_tokens=99), seed=0)
+    )[0]
+    assert (len(sampled.ids), sampled.stop_reason) == (10, StopReason.LENGTH)
+
+
+def test_what_the_server_refuses_is_told_as_it_says_it(url: str) -> None:
+    params = SamplingParams(max_new_tokens=1)
+    with pytest.raises(SamplerError, match="status 401: this API key is of no open run"):
+        together(ServerSampler(url, token="other").sample([1], params, seed=0))
+    with pytest.raises(SamplerError, match="the conversation has 401 tokens"):
+        together(ServerSampler(url, token="key").sample([1] * 401, params, seed=0))
+    with pytest.raises(ValueError, match="the prompt has the id 264"):
+        together(ServerSampler(url, tokenizer(), token="key").sample([264], params, seed=0))
+    with pytest.raises(ValueError, match="concurrency"):
+        ServerSampler(url, concurrency=0)
+
+
+class Strange(BaseHTTPRequestHandler):
+    """Answers what the test says."""
+
+    answers: list[tuple[int, Any]] = []  # noqa: RUF012 - set by the tests
+    bodies: list[Any] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self._say(200, {"data": [{"id": "a", "owned_by": "vllm", "max_model_len": 50}, {"id": "b"}]})
+
+    def do_POST(self) -> None:
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self._say(*self.answers.pop(0))
+
+    def _say(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+@pytest.fixture
+def strange() -> Iterator[str]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Strange)
+    Strange.answers, Strange.bodies = [], []
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_port}/v1"
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def choice(**fields: Any) -> dict[str, Any]:
+    usual = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": "length"}
+    return {"choices": [usual | fields]}
+
+
+def ask(url: str, **options: Any) -> Any:
+    return together(ServerSampler(url, **options).sample([1], SamplingParams(max_new_tokens=2), seed=1 << 63))[0]
+
+
+def test_a_busy_server_is_asked_again_with_the_same_seed(strange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    Strange.answers = [(503, {}), (429, {"error": {"message": "slow"}}), (200, choice())]
+    assert ask(strange).ids == [5, 6]
+    assert Strange.bodies[0] == Strange.bodies[2]
+    assert Strange.bodies[0]["seed"] == 0
+    assert (Strange.bodies[0]["model"], Strange.bodies[0]["ignore_eos"]) == ("a", True)
+    Strange.answers = [(503, {"error": {"message": "still"}})] * 4
+    with pytest.raises(SamplerError, match="status 503: still"):
+        ask(strange)
+
+
+def test_servers_that_do_not_say_what_they_sampled_are_refused(strange: str) -> None:
+    for answer, message in (
+        (choice(token_ids=None), "does not tell which tokens"),
+        (choice(logprobs=None), "does not tell which tokens"),
+        (choice(logprobs={"token_logprobs": [-1.0]}), "does not tell which tokens"),
+        ({"choices": []}, "answered in another form"),
+        (choice(finish_reason="stop", token_ids=[5], logprobs={"token_logprobs": [-1.0]}), "none of the stops"),
+    ):
+        Strange.answers = [(200, answer)]
+        with pytest.raises(SamplerError, match=message):
+            ask(strange)
+    with pytest.raises(SamplerError, match=r"no model 'c' .* it has: a, b"):
+        ask(strange, model="c")
+    with pytest.raises(ValueError, match="context is 50"):
+        together(ServerSampler(strange).sample([1] * 50, SamplingParams(max_new_tokens=2), seed=0))
+
+
+def test_nobody_there_is_an_error_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    with pytest.raises(SamplerError, match=r"GET http://127\.0\.0\.1:9/v1/models failed: ConnectError"):
+        ask("http://127.0.0.1:9/v1")
