@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from loops.toy import metric_rows, toy_config, trained
+from loops.toy import metric_rows, rows, toy_config, trained, write_rows
 from posttrain.config import ConfigError, EvalRunConfig, RLConfig, load_config, parse_config
+from posttrain.endpoint.app import App
 from posttrain.loops import rl
+from posttrain.loops.eval_run import evaluate_target
+from posttrain.loops.generate import generate
 from posttrain.loops.samplers import Sampling, ready_sampler
+from posttrain.loops.serve import open_desk, served_target
+from posttrain.loops.target import find_target
 from posttrain.sampler.requests import SamplerError
 from posttrain.trainer.policy import Policy
 from posttrain.weights.publish import Publisher, WeightError
+from sampler.listening import listening
 from weights.own_copy import OwnCopy
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/tiny_search.yaml"
@@ -91,6 +97,24 @@ def test_a_missing_key_of_a_server_is_named() -> None:
     config = parse_config(EvalRunConfig, {"model": {"path": "m"}, "data": {}, "sampler": server})
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
         ready_sampler(config, None, lambda: pytest.fail("no policy is needed"))
+
+
+def test_an_evaluation_by_a_server_is_the_evaluation_in_this_process(tmp_path: Path) -> None:
+    """Over HTTP, from `posttrain serve`: the same episodes, token by token, and no model is loaded here."""
+    pytest.importorskip("uvicorn")
+    settings = ["eval.max_tasks=6", "eval.temperature=0.8", "eval.samples_per_prompt=2"]
+    near = evaluate_target(find_target(str(RECIPE), settings))
+    desk = open_desk(served_target("tiny_search_base"))
+    with listening(lambda: App(lambda key: desk)) as url:
+        far = evaluate_target(find_target(str(RECIPE), [*settings, "sampler.engine=server", f"sampler.url={url}"]))
+        answered = generate(
+            find_target(str(RECIPE), ["sampler.engine=server", f"sampler.url={url}"]),
+            str(write_rows(tmp_path / "asked.jsonl", rows())),
+            tmp_path / "out.jsonl",
+        )
+    assert [t.token_ids for t in far.evaluation.trajectories] == [t.token_ids for t in near.evaluation.trajectories]
+    assert far.as_dict() == near.as_dict()
+    assert (answered.written, answered.invalid) == (4, 0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 from posttrain.chat import Renderer
 from posttrain.endpoint.agent import ExternalAgent
 from posttrain.endpoint.app import App
-from posttrain.endpoint.serving import Listener
 from posttrain.loops.serve import OpenDesk
 from posttrain.rollout import Limits, RolloutSpec
 from posttrain.sampler import server as module
@@ -26,27 +23,11 @@ from posttrain.sampler.server import ServerSampler
 from posttrain.trajectory import StopReason
 
 from .contract import Case, SamplerContract
+from .listening import listening
 from .tiny import END, play, policy, prompt, together, tokenizer
 
 pytest.importorskip("uvicorn")
 LENGTHS = dict.fromkeys(("max_turn_tokens", "max_episode_tokens", "max_prompt_tokens"), 400)
-
-
-@contextmanager
-def listening(make: Callable[[], App]) -> Iterator[str]:
-    """The address of an app that is served by a thread."""
-    loop = asyncio.new_event_loop()
-    listener = Listener(make(), "127.0.0.1", 0)
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        asyncio.run_coroutine_threadsafe(listener.start(), loop).result(30)
-        yield f"{listener.url}/v1"
-        asyncio.run_coroutine_threadsafe(listener.stop(), loop).result(30)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
-        loop.close()
 
 
 def endpoint() -> App:

@@ -1,0 +1,51 @@
+"""A run whose episodes vLLM samples: needs a vllm that runs here (`scripts/test_vllm` makes an environment)."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+from loops.toy import metric_rows, toy_config, trained, weights
+from posttrain.loops import rl
+from posttrain.runs.trajectories import read_trajectories
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
+    pytest.mark.filterwarnings("ignore"),  # of vllm's imports
+]
+SAMPLER = {"engine": "vllm", "options": {"kv_cache_memory_bytes": 1 << 27}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> rl.Run:
+    return trained(toy_config(tmp_path_factory.mktemp("vllm"), sampler=SAMPLER, checkpoint={"every": 1}))
+
+
+def test_each_step_is_sampled_with_the_weights_of_the_step_before(run: rl.Run) -> None:
+    rows = metric_rows(run)
+    assert sorted(rows) == [1, 2]
+    for row in rows.values():
+        assert row["weights/probe_gap"] < 1e-4
+        assert row["gap/max"] < 1e-3
+        assert row["gap/staleness"] == 0
+        assert row["train/grad_norm"] > 0
+    second = read_trajectories(run.directory.trajectories / "step-000002.parquet")
+    assert {v for t in second for v in t.policy_versions} == {-1, 1}
+    assert not run.learner.sampler_shares_weights
+
+
+def test_a_run_goes_on_from_its_checkpoint(run: rl.Run, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run.directory.path, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-2")
+    again = rl.resume(copy)
+    try:
+        assert again.step == 1
+        rl.train(again)
+    finally:
+        again.close()
+    before, after = weights(run), weights(again)
+    assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
