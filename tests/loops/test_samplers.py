@@ -14,6 +14,7 @@ from posttrain.endpoint.app import App
 from posttrain.loops import rl
 from posttrain.loops.eval_run import evaluate_target
 from posttrain.loops.generate import generate
+from posttrain.loops.learner import Learner
 from posttrain.loops.samplers import Sampling, ready_sampler
 from posttrain.loops.serve import open_desk, served_target
 from posttrain.loops.target import find_target
@@ -26,9 +27,10 @@ from weights.own_copy import OwnCopy
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/tiny_search.yaml"
 
 
-def _own_copy(config: RLConfig, tokenizer: Any, policy: Policy) -> Sampling:
+def _own_copy(learner: Learner, tokenizer: Any, spread: Any) -> Sampling:
+    config, policy = learner.config, learner.policy
     sampler = OwnCopy(Policy.from_config(config.model, version=10**9), tokenizer)
-    return Sampling(sampler=sampler, policy=policy, publisher=Publisher(policy, sampler))
+    return Sampling(sampler=sampler, publisher=Publisher(policy, sampler))
 
 
 def test_weights_are_published_before_every_rollout_and_old_logprobs_are_the_trainers(
@@ -51,9 +53,9 @@ def test_weights_are_published_before_every_rollout_and_old_logprobs_are_the_tra
 
 
 def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deaf(config: RLConfig, tokenizer: Any, policy: Policy) -> Sampling:
-        sampling = _own_copy(config, tokenizer, policy)
-        first = sampling.sampler.load  # type: ignore[union-attr]
+    def deaf(learner: Learner, tokenizer: Any, spread: Any) -> Sampling:
+        sampling = _own_copy(learner, tokenizer, spread)
+        first = sampling.sampler.load
 
         def load(tensors: Any, version: int) -> None:
             first(tensors if version == 0 else (), version)
