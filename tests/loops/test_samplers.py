@@ -79,6 +79,8 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         (["sampler.engine=server", "sampler.url=http://127.0.0.1:1/v1"], "a server's weights are its own"),
         (["sampler.engine=server"], "sampler.url goes with sampler.engine: server"),
         (["sampler.engine=vllm", "sampling.engines=2"], "forwards side by side are the native engine's"),
+        (["sampler.engine=vllm", "sampling.max_staleness=1"], "run ahead with the native engine only"),
+        (["sampler.engine=vllm", "trainer.ranks=2"], "vllm samples for a run on one rank"),
         (["sampler.options.max_bath=3"], r"no option of the engine native; did you mean max_batch\?"),
         (["sampler.transport=disk"], "go with sampler.engine: vllm"),
     ],

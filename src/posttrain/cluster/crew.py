@@ -24,8 +24,8 @@ from posttrain.cluster.sampler import SpreadSampler, params_of
 from posttrain.loops.build import load_tokenizer
 from posttrain.loops.credit import Lesson, credited, kl_of_some
 from posttrain.loops.learner import Learner, Models, staged
-from posttrain.loops.saver import Saver
 from posttrain.loops.samplers import sampler_of_rank
+from posttrain.loops.saver import Saver
 from posttrain.loops.update import update
 from posttrain.sampler.native import NativeSampler
 from posttrain.trainer.ranks import ALONE, Ranks

@@ -46,8 +46,8 @@ from posttrain.loops.record import (
     record_tools,
     record_updates,
 )
-from posttrain.loops.saver import Saver
 from posttrain.loops.samplers import Sampling, open_sampling
+from posttrain.loops.saver import Saver
 from posttrain.loops.update import Update, offending_episodes, update
 from posttrain.packing import Batch
 from posttrain.rewards.scoring import load_states, states
@@ -248,7 +248,7 @@ async def roll_out(run: Run, step: int, draw: Draw) -> Filled:
     return await fill_step(draw, run.collector, run.config.algorithm, **sizes, step=step)
 
 
-def publish(run: Run, runner: Runner, metrics: Metrics) -> None:
+def publish(run: Run, runner: Runner, metrics: Metrics | None = None) -> None:
     """The sampler starts empty, with the weights of now: where it runs the policy itself, dropping what it cached is
     all the publishing there is. What a resumed run samples cannot depend on what was cached before the kill.
 

@@ -54,7 +54,7 @@ def open_sampling(learner: Learner, tokenizer: Any, spread: Callable[[NativeSamp
     """
     config = learner.config
     if config.sampler.engine == "vllm":
-        if learner.ranks.size > 1:
+        if learner.ranks.size > 1:  # by torchrun; trainer.ranks is checked with the config
             raise ConfigError(["sampler.engine: vllm samples for a run on one rank; on several, use native"])
         return vllm_sampling(config, tokenizer, learner.policy)
     return Sampling(sampler=spread(sampler_of_rank(learner, tokenizer)))
