@@ -8,12 +8,14 @@ import subprocess
 import sys
 
 import pytest
+from tests.sandbox.ways import WAYS
 
 from posttrain.rewards import RewardError, score
 from posttrain.rewards.code import Ran, RunnerError, checks_of, program_of
 from posttrain.rewards.config import RewardConfig, load_reward
 from posttrain.rewards.scoring import check_tasks
-from posttrain.task import Invalid
+from posttrain.sandbox import SandboxError
+from posttrain.task import Invalid, Score
 
 from .episodes import episode, task
 from .servers import Reply, stub
@@ -110,9 +112,30 @@ def test_p80_rows_without_tests_are_found_before_anything_starts(gold):
         check_tasks({None: reward}, [task(gold)])
 
 
-def test_without_a_sandbox_there_is_no_such_reward():
-    with pytest.raises(RewardError, match="needs a sandbox"):
-        load_reward("code")
+@pytest.mark.skipif(not WAYS, reason="no way of isolation works on this machine")
+def test_without_a_runner_programs_run_in_the_sandbox():
+    reward = load_reward(RewardConfig(name="code", options={"seconds_per_test": 5.0}))
+    check_tasks({None: reward}, [task(*TESTS)])
+    network = "```python\nimport socket\nsocket.socket()\ndef add(a, b):\n    return a + b\n```"
+    for text, value in ((ADD, 1.0), (ADD.replace("+", "-"), 0.0), (network, 0.0)):
+        outcome = asyncio.run(score(reward, episode(text), task(*TESTS)))
+        assert isinstance(outcome, Score), outcome
+        assert outcome.value == value
+    doubled = task(json.dumps({"inputs": ["2\n"], "outputs": ["4\n"]}))
+    outcome = asyncio.run(score(reward, episode("```python\nprint(int(input()) * 2)\n```"), doubled))
+    assert isinstance(outcome, Score)
+    assert outcome.value == 1.0
+    reward.close()
+
+
+def test_where_nothing_isolates_the_start_says_so(monkeypatch):
+    def refuses(*_: object, **__: object) -> None:
+        raise SandboxError("no way to isolate")
+
+    monkeypatch.setattr("posttrain.rewards.code.Sandbox", refuses)
+    reward = load_reward(RewardConfig(name="code"))
+    with pytest.raises(RewardError, match=r"no way to isolate; or give options\.url of a code API"):
+        check_tasks({None: reward}, [task(*TESTS)])
 
 
 def test_a_sandbox_that_fails_says_nothing_about_the_program():

@@ -1,4 +1,4 @@
-"""Programs, judged by tests that run in a sandbox. The sandbox is given: this module starts no process itself."""
+"""Programs, judged by tests that run in the sandbox, in a runner of one's own, or at a code API."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from posttrain.boundary.foreign_json import read_json
 from posttrain.rewards.answers import Answer, outside_thoughts, scored
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.service import JsonService, ServiceConfig, ServiceError
+from posttrain.sandbox import Sandbox, SandboxError, SandboxLimits
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trajectory import Episode
 
@@ -42,6 +43,26 @@ class Runner(Protocol):
     async def run(self, program: str, *, stdin: str, seconds: float) -> Ran: ...
 
 
+class SandboxRunner:
+    """Runs programs in the sandbox. Raises RewardError where it cannot isolate and is not told to go without."""
+
+    def __init__(self, seconds: float, *, allow_unisolated: bool) -> None:
+        try:
+            self._sandbox = Sandbox(SandboxLimits(wall_seconds=seconds), allow_unisolated=allow_unisolated)
+        except SandboxError as error:
+            raise RewardError(f"reward code: {error}; or give options.url of a code API") from error
+
+    async def run(self, program: str, *, stdin: str, seconds: float) -> Ran:
+        try:
+            done = await self._sandbox.run(program, stdin=stdin, timeout_s=seconds)
+        except SandboxError as error:
+            raise RunnerError(str(error)) from error
+        return Ran(done.exit_code, done.stdout, done.stderr, timed_out=done.limit in ("wall", "cpu"))
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+
 class CodeConfig(BaseModel):
     """Options of the reward `code`."""
 
@@ -51,6 +72,7 @@ class CodeConfig(BaseModel):
     max_tests: PositiveInt | None = Field(default=None, description="the first of a row; null = all")
     seconds_per_test: PositiveFloat = 10.0
     concurrency: PositiveInt = 4
+    allow_unisolated: bool = Field(default=False, description="run programs even where nothing isolates them")
     url: str | None = Field(default=None, description="open-instruct's code API instead of the sandbox")
     service: ServiceConfig = ServiceConfig()
 
@@ -88,11 +110,10 @@ class CodeReward:
     """The tests of a row on the program that the policy wrote."""
 
     def __init__(self, config: CodeConfig, runner: Runner | None, name: str = "code") -> None:
-        if runner is None and config.url is None:
-            raise RewardError("reward code needs a sandbox that runs programs, or options.url of a code API")
         self.name = name
         self.config = config
-        self._runner = runner
+        self._given = runner
+        self._own: SandboxRunner | None = None  # opened by the first row that needs it
         self._service = None if config.url is None else JsonService(config.url, config.service)
         self._rooms = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
@@ -101,6 +122,8 @@ class CodeReward:
             checks_of(task)
         except ValueError as error:
             raise RewardError(f"reward {self.name}: {error}") from error
+        if self._service is None:
+            self._runner()  # a machine that cannot isolate says so before anything starts
 
     async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
         try:
@@ -110,7 +133,17 @@ class CodeReward:
         return list(await asyncio.gather(*(self._one(episode, checks) for episode in episodes)))
 
     def close(self) -> None:
-        return None
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+    def _runner(self) -> Runner:
+        if self._given is not None:
+            return self._given
+        if self._own is None:
+            c = self.config
+            self._own = SandboxRunner(c.seconds_per_test, allow_unisolated=c.allow_unisolated)
+        return self._own
 
     async def _one(self, episode: Episode, checks: Sequence[Check]) -> Outcome:
         answer = program_of(episode)
@@ -134,12 +167,12 @@ class CodeReward:
 
     async def _passes(self, program: str, check: Check) -> bool:
         """Tests that did not run to their end have not passed: a program that ends itself early prints no token."""
-        assert self._runner is not None
+        runner = self._runner()
         token = secrets.token_hex(16)
         text = program if check.stdout is not None else f"{program}\n{check.code}\nprint({token!r})\n"
         room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.config.concurrency))
         async with room:
-            ran = await self._runner.run(text, stdin=check.stdin, seconds=self.config.seconds_per_test)
+            ran = await runner.run(text, stdin=check.stdin, seconds=self.config.seconds_per_test)
         if ran.timed_out or ran.exit_code != 0:
             return False
         if check.stdout is None:

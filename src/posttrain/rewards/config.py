@@ -143,8 +143,8 @@ def load_reward(spec: RewardConfig | str | Callable[..., Any], *, runner: Runner
     """A reward from a config, a name, a location ("path.py:function", "pkg.mod:function") or a function.
 
     A function given as an object runs in this process; one given by location in worker processes (see `isolate`).
-    runner: the sandbox for `code`. Raises RewardError when it is not found or does not take (episode, task) and its
-    options.
+    runner: instead of the sandbox for `code`. Raises RewardError when the reward is not found or does not take
+    (episode, task) and its options.
     """
     if isinstance(spec, str):
         return _reward(spec, {}, Parts(RewardConfig(), runner))
@@ -187,9 +187,8 @@ def load_rewards(
 def _routed(config: RouteConfig, parts: Parts) -> Routed:
     chosen = {pattern: Part(_reward(p.name, p.options, parts), p.weight) for pattern, p in config.rewards.items()}
     if config.known_data_sets:
-        usable = {name for name in DATA_SETS.values() if name != "code" or parts.runner is not None}
-        shared = {name: Part(_reward(name, {}, parts), 1.0) for name in sorted(usable)}
-        chosen |= {pattern: shared[n] for pattern, n in DATA_SETS.items() if n in shared and pattern not in chosen}
+        shared = {name: Part(_reward(name, {}, parts), 1.0) for name in sorted(set(DATA_SETS.values()))}
+        chosen |= {pattern: shared[n] for pattern, n in DATA_SETS.items() if pattern not in chosen}
     default = config.default
     fallback = None if default is None else Part(_reward(default.name, default.options, parts), default.weight)
     return Routed(config.column, chosen, fallback)
