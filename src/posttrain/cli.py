@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads stall beside a busy neighbour
 
@@ -87,6 +87,35 @@ def resume(
         elif run.step:
             typer.echo(f"resuming after step {run.step} of {run.config.run.steps}", err=as_json)
         _train(run, as_json)
+
+
+@app.command()
+def launch(
+    config: Path,
+    overrides: Overrides = None,
+    on: Annotated[Literal["slurm", "ray"], typer.Option(help="A script for sbatch, or a `ray job submit`.")] = "slurm",
+    nodes: int = 1,
+    gpus: Annotated[int, typer.Option(help="A node; 0 = ranks on CPUs.")] = 8,
+    ranks: Annotated[int | None, typer.Option(help="A node; default one per GPU.")] = None,
+    cpus: Annotated[int | None, typer.Option(help="A node.")] = None,
+    hours: float = 24.0,
+    partition: str | None = None,
+    address: Annotated[str, typer.Option(help="Of the Ray cluster's dashboard.")] = "http://127.0.0.1:8265",
+) -> None:
+    """Print the job that runs a config on a cluster: posttrain launch config.yaml --nodes 4 > job.sh; sbatch job.sh"""
+    from posttrain.cluster.scripts import Job, ray_command, slurm_script
+
+    found = _rl_config(config, overrides)
+    folder = found.run.directory
+    settings = [s for s in overrides or () if not s.startswith("run.dir=")]
+    asked = {"nodes": nodes, "gpus": gpus, "ranks": ranks, "cpus": cpus, "hours": hours, "partition": partition}
+    try:
+        job = Job(
+            config=config, run_dir=folder, name=found.run.name, settings=(*settings, f"run.dir={folder}"), **asked
+        )
+    except ValueError as error:
+        _fail(error)
+    typer.echo(slurm_script(job) if on == "slurm" else ray_command(job, address), nl=False)
 
 
 @app.command("eval")

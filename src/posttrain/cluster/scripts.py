@@ -1,0 +1,86 @@
+"""Job scripts for clusters that others run: what to hand to `sbatch`, and to `ray job submit`."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+RENDEZVOUS_PORT = 29_500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run and the machines it asks for. gpus = 0: ranks on CPUs, `ranks` of them a node."""
+
+    config: Path
+    run_dir: Path
+    name: str
+    settings: tuple[str, ...] = ()
+    nodes: int = 1
+    gpus: int = 8
+    ranks: int | None = None  # a node; None: one per GPU
+    cpus: int | None = None  # a node
+    hours: float = 24.0
+    partition: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.gpus < 0 or self.hours <= 0 or (self.ranks is not None and self.ranks < 1):
+            asked = f"nodes={self.nodes}, gpus={self.gpus}, ranks={self.ranks}, hours={self.hours}"
+            raise ValueError(f"a job needs nodes >= 1, gpus >= 0, ranks >= 1 and hours > 0; got {asked}")
+
+    @property
+    def ranks_per_node(self) -> int:
+        return max(1, self.gpus) if self.ranks is None else self.ranks
+
+
+def slurm_script(job: Job) -> str:
+    """For `sbatch`: one torchrun per node, which meet on the first. A job that is requeued goes on with its run."""
+    wanted = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus or None,
+        "cpus-per-task": job.cpus,
+        "time": _clock(job.hours),
+        "partition": job.partition,
+        "output": f"{job.name}-%j.log",
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{key}={value}" for key, value in wanted.items() if value is not None]
+    torchrun = (
+        f'torchrun --nnodes "$SLURM_NNODES" --nproc-per-node {job.ranks_per_node} --rdzv-id "$SLURM_JOB_ID" '
+        f'--rdzv-backend c10d --rdzv-endpoint "$head:{RENDEZVOUS_PORT}"'
+    )
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "#SBATCH --requeue",
+            "set -euo pipefail",
+            'head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+            f"if [ -f {shlex.quote(str(job.run_dir / 'config.yaml'))} ]; then",
+            f"  train=({_words('resume', job.run_dir)} --ranks {job.nodes * job.ranks_per_node})",
+            "else",
+            f"  train=({_words('rl', job.config, *job.settings)})",
+            "fi",
+            f'srun {torchrun} -m posttrain "${{train[@]}}"',
+            "",
+        ]
+    )
+
+
+def ray_command(job: Job, address: str) -> str:
+    """`ray job submit`: the run's driver goes to the cluster at `address`, which places the ranks."""
+    settings = (*job.settings, f"trainer.ranks={job.nodes * job.ranks_per_node}", "cluster.ray=auto")
+    entry = _words("python", "-m", "posttrain", "rl", job.config, *settings)
+    return f"ray job submit --address {shlex.quote(address)} --working-dir . -- {entry}\n"
+
+
+def _words(*words: object) -> str:
+    return shlex.join(str(word) for word in words)
+
+
+def _clock(hours: float) -> str:
+    minutes = round(hours * 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:00"
