@@ -62,10 +62,11 @@ def test_a_reward_that_never_pays_fails(tmp_path):
     assert "accepted answers" in found.problems[0]
 
 
-def test_a_careless_reward_is_named_but_passes(tmp_path):
+def test_a_careless_reward_fails_and_one_that_only_likes_lists_is_named(tmp_path):
     found = check(toy(tmp_path, {"name": "sub_em"}))
-    assert found.passed
-    assert any("observation_pasted" in note for note in found.notes)
+    assert not found.passed
+    assert any("observation_pasted" in problem for problem in found.problems)
+    assert any("gold_repeated" in note for note in found.notes)
 
 
 def test_a_turn_too_short_for_the_answer_fails_in_the_env_only(tmp_path):

@@ -32,6 +32,9 @@ from posttrain.trajectory import StopReason
 TAG = re.compile(r"</?([A-Za-z_][\w-]*)>")
 USUAL_TAGS = frozenset({"answer", "search", "think", "tool_call", "tool_response"})
 WRONG = ("", "qzxv 7f3a ###")  # answers that are right for nothing
+NEVER_RIGHT = frozenset(  # kinds of candidates that no reward may accept; the others depend on what is wanted
+    {"empty", "empty_answer", "garbage", "observation_has_answer", "observation_pasted", "tag_spam"}
+)
 PLAYED = 32  # tasks whose answer is played through the env
 PACKAGED = "tiny_search_base"
 UNLIMITED = 1 << 20  # tokens
@@ -219,18 +222,23 @@ def _names_of_config(reward: RewardConfig) -> list[str]:
 
 
 def _audit_problems(found: Audit) -> list[str]:
-    return [
+    refused = [
         f"the reward refuses {tally.wrong} of {tally.count} accepted answers: {tally.examples[0]}"
         for tally in found.tallies.values()
         if tally.right and tally.wrong
     ]
+    return refused + _accepted(found, lambda kind: kind in NEVER_RIGHT)
 
 
 def _audit_notes(found: Audit) -> list[str]:
+    return _accepted(found, lambda kind: kind not in NEVER_RIGHT)
+
+
+def _accepted(found: Audit, of_interest: Callable[[str], bool]) -> list[str]:
     return [
         f"the reward accepts {tally.wrong} of {tally.count} candidates of kind {kind}: {tally.examples[0]}"
         for kind, tally in found.tallies.items()
-        if not tally.right and tally.wrong
+        if not tally.right and tally.wrong and of_interest(kind)
     ]
 
 
