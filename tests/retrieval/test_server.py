@@ -52,6 +52,13 @@ def test_without_scores_the_documents_themselves_are_listed(http: httpx.Client):
     assert response.json() == {"result": [[{"id": "p2", "contents": PEOPLE[2].contents}]]}
 
 
+def test_top_k_is_topk(http: httpx.Client):
+    asked = [{"queries": ["engine wrote"], name: 1} for name in ("topk", "top_k")]
+    answers = [http.post("/retrieve", json=body).json() for body in asked]
+    assert answers[0] == answers[1]
+    assert len(answers[0]["result"][0]) == 1
+
+
 @pytest.mark.parametrize("body", [{"queries": ["engine wrote"]}, {"queries": ["engine wrote"], "topk": None}])
 def test_no_topk_is_the_servers_own(http: httpx.Client, body: dict[str, Any]):
     assert len(http.post("/retrieve", json=body).json()["result"][0]) == 2

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, Field, StrictBool, StrictStr, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, StrictBool, StrictStr, ValidationError
 
 from posttrain.boundary.local import LOOPBACK, guarded
 from posttrain.retrieval.batching import Coalescer
@@ -45,10 +45,10 @@ class ServerLimits:
 
 
 class SearchRequest(BaseModel):
-    """The body of `POST /retrieve`; further keys are ignored, as Search-R1's server does."""
+    """The body of `POST /retrieve`; further keys are ignored, as Search-R1's server does. `top_k` is `topk`."""
 
     queries: list[StrictStr]
-    topk: int | None = Field(default=None, ge=1)
+    topk: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("topk", "top_k"))
     return_scores: StrictBool = False
 
 
