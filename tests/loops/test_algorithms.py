@@ -171,7 +171,7 @@ def test_p96_truncated_samples_stay_in_the_baseline_and_leave_the_loss(begun):
         ({"overlong_length": 6, "overlong_buffer": 4}, lambda r, cut, n: r - min(max((n - 2) / 4, 0), 1)),
         ({"clip_low": 0.3, "clip_high": 0.6}, lambda r, cut, n: min(max(r, 0.3), 0.6)),
     ],
-    ids=str,
+    ids=["factor", "reward", "overlong", "clip"],
 )
 def test_rewards_are_shaped_before_credit(begun, shaping: dict, expected):
     run, trajectories = begun(algorithm={"shaping": shaping})
