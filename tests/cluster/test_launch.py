@@ -71,6 +71,14 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, capfd: pytest.CaptureFix
     assert left(tmp_path) == []
 
 
+def test_a_killed_rank_is_blamed_before_one_that_failed_because_of_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    code = "all_there()\nif rank == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\nsys.exit(75 if rank == 0 else 1)"
+    assert launch_local(script(tmp_path, code), 3) == 128 + signal.SIGKILL
+    assert "rank 2 was killed by SIGKILL" in capfd.readouterr().err
+
+
 def test_who_only_noticed_is_not_blamed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Rank 0 fails and says so itself; the others find it gone."""
     code = "all_there()\nif rank == 0:\n    sys.exit('error: no such file')\nsys.exit(75)"

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
@@ -38,7 +38,7 @@ class _Rank:
         if self.output is None:
             return ""
         self.output.seek(0)
-        return "\n".join(self.output.read().decode(errors="replace").splitlines()[-TAIL:])
+        return last_lines(self.output.read())
 
 
 def launch_local(command: Sequence[str], count: int) -> int:
@@ -55,7 +55,7 @@ def launch_local(command: Sequence[str], count: int) -> int:
                 time.sleep(LAST_WORDS_SECONDS)
                 break
             time.sleep(LOOK_SECONDS)
-        return _verdict(ranks)
+        return verdict([rank.process.poll() or 0 for rank in ranks], lambda rank: ranks[rank].tail())
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
             ranks[0].process.send_signal(signal.SIGINT)
@@ -64,6 +64,10 @@ def launch_local(command: Sequence[str], count: int) -> int:
         return 128 + signal.SIGINT
     finally:
         _end(ranks)
+
+
+def last_lines(said: bytes) -> str:
+    return "\n".join(said.decode(errors="replace").splitlines()[-TAIL:])
 
 
 def was_killed(status: int) -> bool:
@@ -81,20 +85,23 @@ def _start(command: Sequence[str], number: int, count: int, port: int) -> _Rank:
     return _Rank(number, process, output)
 
 
-def _verdict(ranks: Sequence[_Rank]) -> int:
-    """0 when all are done; otherwise names who failed: not one that only noticed that another one did."""
-    failed = [rank for rank in ranks if rank.process.poll()]
+def verdict(statuses: Sequence[int], tail: Callable[[int], str]) -> int:
+    """0 when all ranks ended well; otherwise says which one is to blame, with its last lines, and gives its status.
+
+    Not one that only noticed that another one was gone: one that was killed goes before one that failed, and rank 0,
+    which says itself what it failed of, comes last.
+    """
+    failed = [rank for rank, status in enumerate(statuses) if status]
     if not failed:
         return 0
-    others = [rank for rank in failed if rank.number and rank.process.returncode != LEADER_GONE]
-    guilty = others[0] if others else failed[0]
-    status = guilty.process.returncode
-    if guilty.number:
+    killed = [rank for rank in failed if statuses[rank] < 0]
+    others = [rank for rank in failed if rank and statuses[rank] != LEADER_GONE]
+    guilty = (killed or others or failed)[0]
+    status = statuses[guilty]
+    if guilty or status < 0:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with exit status {status}"
-        said = guilty.tail()
-        print(f"rank {guilty.number} {how}" + (f"; it said:\n{said}" if said else ""), file=sys.stderr)
-    elif status < 0:
-        print(f"rank 0 was killed by {signal.Signals(-status).name}", file=sys.stderr)
+        said = tail(guilty)
+        print(f"rank {guilty} {how}" + (f"; it said:\n{said}" if said else ""), file=sys.stderr)
     return 128 - status if status < 0 else status
 
 

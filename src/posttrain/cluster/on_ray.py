@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.cluster.launch import GRACE_SECONDS, LEADER_GONE, TAIL
+from posttrain.cluster.launch import GRACE_SECONDS, LEADER_GONE, last_lines, verdict
 from posttrain.cluster.seat import Seat
 from posttrain.config import ClusterConfig, ConfigError
 
@@ -86,7 +86,7 @@ def _watched(ray: Any, seats: Sequence[Any], command: Sequence[str]) -> int:
         ray.get(seat.begin.remote(command, {**place, "MASTER_ADDR": address, "MASTER_PORT": str(port)}, os.getcwd()))
     said = [b""] * len(seats)
     try:
-        return _verdict(_ended(ray, seats, said), said)
+        return verdict(_ended(ray, seats, said), lambda rank: last_lines(said[rank]) if rank else "")
     except KeyboardInterrupt:
         ray.get(seats[0].tell.remote(signal.SIGINT))
         _ended(ray, seats, said)
@@ -134,18 +134,3 @@ def _look(ray: Any, seat: Any, seen: int) -> tuple[int | None, bytes]:
         return ray.get(seat.state.remote(seen))
     except ray.exceptions.RayActorError:
         return KILLED, b""
-
-
-def _verdict(statuses: Sequence[int], said: Sequence[bytes]) -> int:
-    """As after `launch_local`: names a rank that failed by itself, or was killed, with its last lines."""
-    failed = [rank for rank, status in enumerate(statuses) if status]
-    if not failed:
-        return 0
-    killed = [rank for rank in failed if statuses[rank] < 0]
-    others = [rank for rank in failed if rank and statuses[rank] != LEADER_GONE]
-    guilty = (killed or others or failed)[0]
-    status = statuses[guilty]
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with exit status {status}"
-    tail = "\n".join(said[guilty].decode(errors="replace").splitlines()[-TAIL:]) if guilty else ""
-    print(f"rank {guilty} {how}{'; it said:' if tail else ''}\n{tail}".rstrip(), file=sys.stderr)
-    return 128 - status if status < 0 else status

@@ -238,8 +238,13 @@ def _roll_out(run: Run, runner: Runner, metrics: Metrics) -> list[Trajectory]:
         run.ahead.start_all(runner, done=run.step, version=run.learner.policy.version)
         filled = run.ahead.take(step)
     record_filter(metrics, filled, run.config.algorithm)
-    run.stream.report(mean_scores(filled.trajectories))
+    runner.run(_report(run, filled))
     return filled.trajectories
+
+
+async def _report(run: Run, filled: Filled) -> None:
+    """On the loop that draws: steps that run ahead may be drawing just now."""
+    run.stream.report(mean_scores(filled.trajectories))
 
 
 async def roll_out(run: Run, step: int, draw: Draw) -> Filled:

@@ -39,7 +39,7 @@ import torch
 
 from posttrain.sampler.engine import Engine
 from posttrain.sampler.protocol import Sampled, SamplingParams
-from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, new_request
+from posttrain.sampler.requests import EngineLimits, Request, SamplerStats, fail_all, new_request, refuse_truncation
 from posttrain.sampler.side_by_side import Track
 from posttrain.sampler.stopping import Stops
 from posttrain.trainer.parallel import threads
@@ -191,12 +191,8 @@ class NativeSampler:
         return home
 
     def _check(self, params: SamplingParams) -> None:
-        if self._truncation == "refuse" and (params.top_p < 1 or params.top_k):
-            raise ValueError(
-                f"top_p={params.top_p}, top_k={params.top_k}: the trainer's log-probs are those of the whole "
-                "distribution, so truncated samples would bias training; use top_p=1 and top_k=0, or "
-                'NativeSampler(..., truncation="allow") for evaluation'
-            )
+        if self._truncation == "refuse":
+            refuse_truncation(params, "NativeSampler")
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Every use is from one loop at a time; what a dead loop left behind is dropped."""
@@ -289,15 +285,7 @@ class NativeSampler:
         callers = list(self._callers.values())
         self._callers.clear()
         self._reset_engines()
-        for caller in callers:
-            if caller.future.done():
-                continue
-            if isinstance(error, asyncio.CancelledError):
-                caller.future.cancel()
-                continue
-            failure = SamplerError(f"sampling failed: {error}")
-            failure.__cause__ = error
-            caller.future.set_exception(failure)
+        fail_all([caller.future for caller in callers], error, f"sampling failed: {error}")
 
 
 def workers_for(device: torch.device) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -136,6 +137,29 @@ def ends(request: Request) -> bool:
         stop=stopped[1],
     )
     return True
+
+
+def refuse_truncation(params: SamplingParams, sampler: str) -> None:
+    """Raises ValueError for top_p < 1 and top_k > 0. sampler: the class that would allow them when told to."""
+    if params.top_p < 1 or params.top_k:
+        raise ValueError(
+            f"top_p={params.top_p}, top_k={params.top_k}: the trainer's log-probs are those of the whole "
+            "distribution, so truncated samples would bias training; use top_p=1 and top_k=0, or "
+            f'{sampler}(..., truncation="allow") for evaluation'
+        )
+
+
+def fail_all(futures: Iterable[asyncio.Future[Sampled]], error: BaseException, said: str) -> None:
+    """Nobody is left waiting: SamplerError(said), or cancelled where that is what the engine's task was."""
+    for future in futures:
+        if future.done():
+            continue
+        if isinstance(error, asyncio.CancelledError):
+            future.cancel()
+            continue
+        failure = SamplerError(said)
+        failure.__cause__ = error
+        future.set_exception(failure)
 
 
 def draw_settings(requests: Sequence[Request], vocabulary: int, device: torch.device) -> DrawSettings:

@@ -27,7 +27,15 @@ import torch
 from torch import Tensor
 
 from posttrain.sampler.protocol import Sampled, SamplingParams
-from posttrain.sampler.requests import Request, SamplerError, SamplerStats, ends, new_request
+from posttrain.sampler.requests import (
+    Request,
+    SamplerError,
+    SamplerStats,
+    ends,
+    fail_all,
+    new_request,
+    refuse_truncation,
+)
 from posttrain.sampler.stopping import Stops
 from posttrain.sampler.vllm_engine import sampling_params, start_engine, stop_engine
 from posttrain.trainer.policy import Policy
@@ -191,12 +199,8 @@ class VllmSampler:
             raise SamplerError("this sampler is closed")
         if self.version == NO_WEIGHTS:
             raise SamplerError("the engine has no weights yet: publish a policy to it (posttrain.weights)")
-        if self._truncation == "refuse" and (params.top_p < 1 or params.top_k):
-            raise ValueError(
-                f"top_p={params.top_p}, top_k={params.top_k}: the trainer's log-probs are those of the whole "
-                "distribution, so truncated samples would bias training; use top_p=1 and top_k=0, or "
-                'VllmSampler(..., truncation="allow") for evaluation'
-            )
+        if self._truncation == "refuse":
+            refuse_truncation(params, "VllmSampler")
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Every use is from one loop at a time; what a dead loop left behind is aborted."""
@@ -242,15 +246,7 @@ class VllmSampler:
         callers = list(self._callers.values())
         self._callers.clear()
         self._orders.append(lambda: self._abort([caller.name for caller in callers]))
-        for caller in callers:
-            if caller.future.done():
-                continue
-            if isinstance(error, asyncio.CancelledError):
-                caller.future.cancel()
-                continue
-            failure = SamplerError(f"sampling failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            caller.future.set_exception(failure)
+        fail_all([caller.future for caller in callers], error, f"sampling failed: {type(error).__name__}: {error}")
 
     # On the engine's thread -------------------------------------------------------------------------------------------
 
