@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cases.parts import CHAT_TEMPLATE, DownShelf, Shelf, byte_tokenizer, roll, spec, task
+from pace import slowness
 from posttrain.chat import Renderer
 from posttrain.envs import Action, Observation, SearchEnv, SingleTurnEnv, Step
 from posttrain.packing import pack
@@ -114,6 +115,7 @@ def test_results_come_in_sample_order_whoever_ends_first() -> None:
     assert sampler.released == ["g/3", "g/2", "g/1", "g/0"]
 
 
+@pytest.mark.alone
 def test_episodes_of_a_group_run_side_by_side() -> None:
     tokenizer = byte_tokenizer()
     rollout = spec(None, tokenizer=tokenizer, sampler=ScriptedSampler(SEARCH_THEN_ANSWER, tokenizer, delay=0.05))
@@ -445,6 +447,7 @@ def test_limits_refuse_unknown_keys_and_impossible_values() -> None:
     )
 
 
+@pytest.mark.alone
 def test_the_python_around_128_episodes_costs_little() -> None:
     script = [*["<think>" + "w" * 40 + "</think><search>tower</search>"] * 2, "<answer>Paris</answer>"]
     tokenizer = byte_tokenizer()
@@ -467,8 +470,8 @@ def test_the_python_around_128_episodes_costs_little() -> None:
             await sampler.sample(call.ids, call.params, seed=call.seed, session=call.session)
         return total, time.process_time() - started
 
-    total, sampling = asyncio.run(run())
-    assert total - sampling < 0.45, f"{total - sampling:.3f} s beside sampling; aimed at 0.15 s"
+    beside = min(total - sampling for total, sampling in (asyncio.run(run()) for _ in range(3)))
+    assert beside < 0.3 * slowness(), f"{beside:.3f} s beside sampling; aimed at 0.15 s"
 
 
 def test_p59_a_down_server_keeps_what_was_sampled() -> None:

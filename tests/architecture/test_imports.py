@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from pace import slowness
+
 # Layer of each room. The longest matching prefix of a module's name counts.
 LAYERS = {
     "task": 0,
@@ -210,6 +212,7 @@ def test_p130_the_core_imports_without_any_extra():
     assert loaded == {"torch", "posttrain.config"}
 
 
+@pytest.mark.alone
 def test_import_posttrain_takes_less_than_a_second():
     """Best of three: the machine may be busy."""
     code = (
@@ -218,9 +221,10 @@ def test_import_posttrain_takes_less_than_a_second():
         "print(time.perf_counter() - start)"
     )
     seconds = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
-    assert min(seconds) < 1.0
+    assert min(seconds) < 1.0 * slowness()
 
 
+@pytest.mark.alone
 def test_slow_start_is_torch_and_transformers_not_us():
     """With torch and transformers loaded, the whole core takes less than a second more."""
     code = (
@@ -230,4 +234,4 @@ def test_slow_start_is_torch_and_transformers_not_us():
         "print(time.process_time() - start)"
     )
     seconds = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(2)]
-    assert min(seconds) < 1.5
+    assert min(seconds) < 1.5 * slowness()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.parts import DownShelf, Shelf, SlowShelf, byte_tokenizer, roll, spec, task
+from pace import slowness
 from posttrain.algorithms.advantages import grpo
 from posttrain.envs import Action, Observation, SearchEnv, Step
 from posttrain.packing import Batch, pack
@@ -112,12 +113,13 @@ def test_p54_a_search_that_never_ends_is_read_as_a_timeout_or_ends_the_episode_a
     assert trajectory.outcome.reason == "timeout"
 
 
+@pytest.mark.alone
 def test_p57_ten_megabytes_are_cut_to_the_budget_with_both_tags_whole_and_the_loss_on_record() -> None:
     contents = "Title\n" + "päragraph " * 1_000_000
     rollout = spec(["<search>a</search>", ANSWER], searching(Shelf(contents)), limits=Limits(max_observation_tokens=99))
     started = time.perf_counter()
     (trajectory,) = roll(rollout)
-    assert time.perf_counter() - started < 2.0
+    assert time.perf_counter() - started < 2.0 * slowness()
     seen = trajectory.turns[1]
     assert seen.end - seen.start <= 99
     text = env_text(trajectory, rollout)

@@ -253,6 +253,7 @@ def test_what_is_no_reward_makes_the_episode_invalid(result, reason):
     assert play(talking("a?", result=result), ["one"]).only.outcome.reason == reason
 
 
+@pytest.mark.alone
 def test_an_agent_may_say_that_it_cannot_be_judged():
     async def agent(task, base_url, api_key):
         async with Line(base_url, api_key) as line:

@@ -54,6 +54,7 @@ def test_p58_values_json_does_not_know_are_shown_not_raised() -> None:
     assert set(shown) == {"when", "what"}
 
 
+@pytest.mark.alone
 def test_p54_code_that_swallows_its_cancellation_cannot_hold_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.deadline.GRACE_SECONDS", 0.05)
     release = asyncio.Event()

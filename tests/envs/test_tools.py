@@ -79,6 +79,7 @@ def test_a_turn_without_a_call_is_the_answer():
     assert step == Step(done=True)
 
 
+@pytest.mark.alone
 def test_calls_of_a_turn_run_at_the_same_time_and_answer_in_order():
     started = time.monotonic()
     (step,) = play(ToolEnv(tools=TOOLS), "".join(hermes(word=word) for word in "abcd"))

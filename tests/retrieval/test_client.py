@@ -127,6 +127,7 @@ def test_p59_a_server_that_is_down():
     assert client.counters.requests == 3
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("trouble", [hang, drip])
 def test_a_slow_server_costs_no_more_than_the_deadline(trouble: Reply):
     options = HttpOptions(deadline_seconds=1.2, attempt_seconds=0.5, max_attempts=10, backoff_seconds=0.01)
@@ -147,6 +148,7 @@ def test_a_hanging_attempt_is_tried_again():
     assert client.counters.retries == 1
 
 
+@pytest.mark.alone
 def test_retry_after_is_honoured_within_the_deadline():
     wait = answer("", status="503 Service Unavailable", headers="retry-after: 1\r\n")
     with raw_server(wait, found) as server:

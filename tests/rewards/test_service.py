@@ -98,6 +98,7 @@ def test_retry_after_is_respected():
     assert time.monotonic() - started >= 1.0
 
 
+@pytest.mark.alone
 def test_a_server_that_hangs_ends_at_the_deadline():
     with stub(Reply({}, seconds=1.5)) as server:
         started = time.monotonic()

@@ -313,6 +313,7 @@ def test_the_program_is_no_root(box: Sandbox):
         assert uid != "0"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("limit", "code"),
     [
@@ -393,6 +394,7 @@ os._exit(0)
     assert started < (SMALL.processes if box.isolation == "namespaces" else 200)
 
 
+@pytest.mark.alone
 def test_daemons_die_with_the_run(box: Sandbox, tmp_path: Path):
     """A grandchild in a session of its own, with closed files, as daemons are made."""
     code = """

@@ -118,6 +118,7 @@ def test_retry_after_is_waited_for():
     assert time.monotonic() - started >= 0.3
 
 
+@pytest.mark.alone
 def test_a_rate_limit_holds_over_all_callers():
     script = Script()
     tool = RateLimited(script, per_second=50, burst=3)
@@ -192,6 +193,7 @@ def test_no_secret_of_the_environment_is_in_a_result_or_an_error(monkeypatch: py
     assert (refused.value.transient, refused.value.retry_after) == (True, 3.0)
 
 
+@pytest.mark.alone
 def test_who_is_asked_to_wait_beyond_the_deadline_gives_up_at_once():
     """Retry-After: 99999999999."""
     tool = Script(ToolError(CallStatus.FAILED, "later", transient=True, retry_after=1e23))

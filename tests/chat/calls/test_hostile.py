@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from pace import slowness
 from posttrain.chat.calls import SYNTAXES, parse
 
 from .toolsets import TOOLS
@@ -62,6 +63,7 @@ def test_a_megabyte_of_garbage_is_read_in_less_than_a_second(name):
     assert max(slow.values()) < 1.0, max(slow, key=slow.__getitem__)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("name", "head", "unit"),
     [
@@ -88,12 +90,13 @@ def test_a_megabyte_within_one_call_is_read_in_less_than_a_second(name, head, un
         seconds.append(time.process_time() - start)
         if seconds[0] < 0.5:
             break
-    assert min(seconds) < 1.0
+    assert min(seconds) < 1.0 * slowness()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_a_megabyte_of_result_is_made_harmless_in_less_than_a_second(name):
     for unit in ("<", "</tool_output", "</ " + " " * 20, "[", "\nAction: ", "<｜"):
         start = time.process_time()
         SYNTAXES[name].result("search", unit * (SIZE // len(unit)))
-        assert time.process_time() - start < 1.0
+        assert time.process_time() - start < 1.0 * slowness()

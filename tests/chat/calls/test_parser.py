@@ -125,6 +125,7 @@ def test_an_attempt_is_recorded_with_what_became_of_it():
     assert (record.name, record.status, record.detail, record.seconds) == ("search", CallStatus.TIMEOUT, "too late", 2)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_a_long_turn_fed_by_the_character_takes_linear_time(name):
     """Each doubling of the text may take three times as long at most, on a machine with other work."""

@@ -115,6 +115,7 @@ def test_results_of_every_kind():
     use(action, odd(name="odd1"))
 
 
+@pytest.mark.alone
 def test_calls_run_side_by_side():
     async def action(tools: Tools) -> None:
         started = time.monotonic()
@@ -171,6 +172,7 @@ def test_calls_that_die_together_restart_the_server_once():
     use(action, odd())
 
 
+@pytest.mark.alone
 def test_restarts_are_bounded_and_the_end_is_final():
     async def action(tools: Tools) -> None:
         for _ in range(3):

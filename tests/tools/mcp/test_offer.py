@@ -80,6 +80,7 @@ def test_a_busy_service_is_asked_again(stub: Stub):
     served({"tools": [google(stub, limits={"retries": 2, "backoff_seconds": 0})]}, action)
 
 
+@pytest.mark.alone
 def test_a_slow_service_meets_the_deadline(stub: Stub):
     stub.on("/search", Reply({"organic": []}, wait=5.0))
 

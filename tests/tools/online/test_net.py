@@ -181,6 +181,7 @@ def test_bytes_are_capped(stub: Stub):
     assert (len(whole.body), whole.cut) == (5000, False)
 
 
+@pytest.mark.alone
 def test_a_compressed_bomb_ends_at_the_limit(stub: Stub):
     bomb = gzip.compress(bytes(200 << 20), compresslevel=9)
     assert len(bomb) < 300_000
@@ -210,6 +211,7 @@ def test_gzip_is_unpacked_and_damage_is_noticed(stub: Stub):
         assert damaged.value.transient
 
 
+@pytest.mark.alone
 def test_time_is_capped(stub: Stub):
     stub.on("/", Reply("late", wait=1.0))
     started = time.monotonic()
@@ -219,6 +221,7 @@ def test_time_is_capped(stub: Stub):
     assert time.monotonic() - started < 0.9
 
 
+@pytest.mark.alone
 def test_a_dripping_server_does_not_hold_us():
     """A byte now and then resets every read timeout; the request's own deadline holds."""
 
@@ -390,6 +393,7 @@ OK, MOVED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 302 Found\r\nlocation: http://10.
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "send",
     [

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from pace import slowness
 from posttrain.tools.online.passages import GAP, about_query, around_snippet, beginning, passages
 
 ARTICLE = "\n".join(
@@ -53,10 +54,11 @@ def test_a_snippet_is_found_where_it_stands():
     assert around_snippet(ARTICLE, "", 100) is None
 
 
+@pytest.mark.alone
 def test_long_pages_are_quick():
     text = "\n".join(f"Paragraph {at} about topic {at % 97}. It says nothing new." * 3 for at in range(20_000))
     assert len(text) > 2_000_000
     started = time.process_time()
     assert "topic 13" in about_query(text, "topic 13", 2000)
     assert around_snippet(text, "Paragraph 777 about topic 1", 200)
-    assert time.process_time() - started < 6.0
+    assert time.process_time() - started < 6.0 * slowness()
