@@ -410,12 +410,15 @@ def check(
     overrides: Overrides = None,
     tasks: Annotated[int, typer.Option(min=1, help="How many are looked at.")] = 200,
     frame: Annotated[str | None, typer.Option(help="How an answer is written, with {answer}.")] = None,
+    solution: Annotated[
+        str | None, typer.Option(help="The column of the reference program, for the reward code.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the reward answers of known worth: it must accept the right ones, and nothing else. Loads no model."""
     from posttrain.loops.check import check as run_check
 
-    found = run_check(_rl_config(config, overrides), tasks=tasks, frame=frame)
+    found = run_check(_rl_config(config, overrides), tasks=tasks, frame=frame, solution=solution)
     _show(as_json, found.as_dict(), found.render())
     if not found.passed:
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 
@@ -209,16 +210,27 @@ def test_chunks_carry_role_usage_and_one_finish_reason():
     assert (usage.choices, usage.usage.completion_tokens) == ([], 7)
 
 
+class Breaks(ScriptedSampler):
+    """An engine that fails in the middle of its second answer."""
+
+    async def stream(self, ids, params, hear, **named):
+        def until_the_third(token, logprob):
+            if len(self.calls) == 2 and next(count) == 3:
+                raise RuntimeError("the engine is gone")
+            hear(token, logprob)
+
+        count = itertools.count(1)
+        return await super().stream(ids, params, until_the_third, **named)
+
+
 def test_a_slow_stream_shows_that_it_is_alive_and_can_still_fail(monkeypatch):
     monkeypatch.setattr(app_module, "QUIET_SECONDS", 0.02)
-    tokenizer = byte_tokenizer(CHAT_TEMPLATE)
-    slow = ScriptedSampler(in_turn("Paris."), tokenizer, delay=0.1)
-
+    slow = Breaks(in_turn("Paris.", "Rome."), byte_tokenizer(CHAT_TEMPLATE), delay=0.7)
     bodies, done = [], threading.Event()
 
     def agent(task, base_url, api_key):  # in a thread: it reads on when its episode has ended
         with httpx.Client(headers={"Authorization": f"Bearer {api_key}"}) as client:
-            for _ in range(2):  # the script has one line: the second request fails
+            for _ in range(2):
                 got = client.post(f"{base_url}/chat/completions", json={"messages": ASKED, "stream": True})
                 bodies.append((got.status_code, got.text))
         done.set()
@@ -229,8 +241,18 @@ def test_a_slow_stream_shows_that_it_is_alive_and_can_still_fail(monkeypatch):
     assert (status, second) == (200, 200)
     assert good.startswith(": waiting")
     assert good.endswith("data: [DONE]\n\n")
-    assert "IndexError" in json.loads(bad.split("data: ")[1])["error"]["message"]
+    assert "Ro" in "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(bad)[:-1])
+    assert "the engine is gone" in events(bad)[-1]["error"]["message"]
     assert played.only.outcome.reason == "sampler_error"
+
+
+def events(body: str) -> list[dict]:
+    return [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line.startswith("data: {")]
+
+
+def test_a_stream_that_is_refused_at_once_is_refused_by_its_status():
+    error = refused(stream=True, n=2)
+    assert (error.status_code, error.body["param"]) == (400, "n")
 
 
 def test_the_sync_client_in_a_plain_function():

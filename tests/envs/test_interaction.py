@@ -80,7 +80,7 @@ def test_a_user_of_ones_own_sees_the_whole_conversation() -> None:
     ("kwargs", "shown"),
     [
         ({}, "names no interaction"),
-        ({"name": "correctign"}, "there are correcting, scripted"),
+        ({"name": "correctign"}, "Did you mean 'correcting'[?] Known: correcting, scripted"),
         ({"name": "scripted", "lines": ["x"], "colour": "red"}, "takes lines; the row also gives colour"),
     ],
 )
@@ -90,7 +90,7 @@ def test_rows_that_ask_for_what_is_not_there(kwargs: dict[str, Any], shown: str)
 
 
 def test_a_default_that_is_unknown_fails_when_the_env_is_made() -> None:
-    with pytest.raises(ValueError, match="the env's options names the interaction 'nobody'"):
+    with pytest.raises(ValueError, match="the env's options name the interaction 'nobody'"):
         InteractionEnv(default="nobody")
     with pytest.raises(ValueError, match="attempts must be >= 1"):
         CorrectingUser(attempts=0)

@@ -132,7 +132,57 @@ def test_an_answer_that_no_comparison_reads_is_no_fault_of_a_row_that_is_judged_
         check(toy(tmp_path, {"name": "em"}, tasks=letter))
 
 
-def test_rubrics_and_tests_have_no_answer_to_play(tmp_path):
+ADD = "def add(a, b):\n    return a + b\n"
+TWICE = "print(int(input()) * 2)\n"
+PAIRS = json.dumps({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]})
+PROGRAMS = (
+    {"id": "add", "question": "Add.", "answer": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"], "solution": ADD},
+    {"id": "io", "question": "Twice.", "answer": PAIRS, "solution": f"```python\n{TWICE}```"},
+)
+
+
+def programs(folder: Path, tasks=PROGRAMS, **options):
+    source = {"path": str(folder / "train.jsonl"), "ground_truth_format": "opaque"}
+    reward = {"name": "code", "options": {"allow_unisolated": True, "seconds_per_test": 5.0, **options}}
+    return toy(folder, reward, tasks=tasks, data={"train": [source]})
+
+
+def test_programs_are_played_and_judged_by_their_tests(tmp_path):
+    found = check(programs(tmp_path))
+    assert found.passed, found.render()
+    assert found.audit is not None
+    assert (found.played, found.reached) == (2, 2)
+    kinds = {kind: (tally.count, tally.accepted) for kind, tally in found.audit.tallies.items()}
+    assert kinds.pop("gold") == (2, 2)
+    assert all(accepted == 0 for _, accepted in kinds.values()), kinds
+    assert {"empty", "garbage", "hard_coded_print", "ends_early", "answer_in_thought"} <= kinds.keys()
+    assert kinds["hard_coded_print"] == (2, 0)
+
+
+def test_tests_that_a_print_passes_and_a_wrong_solution_are_problems(tmp_path):
+    weak = {**PROGRAMS[1], "answer": json.dumps({"inputs": ["2\n"], "outputs": ["4\n"]})}
+    found = check(programs(tmp_path, [weak, {**PROGRAMS[0], "solution": ADD.replace("+", "-")}]))
+    assert not found.passed
+    assert any("hard_coded_print" in problem and "task train/io" in problem for problem in found.problems)
+    assert any("1 of 2 accepted answers do not get 1 in the env: task train/add" in p for p in found.problems)
+
+
+def test_programs_without_a_reference_are_still_shown_what_is_wrong(tmp_path):
+    bare = [{key: value for key, value in row.items() if key != "solution"} for row in PROGRAMS]
+    found = check(programs(tmp_path, bare))
+    assert found.passed, found.render()
+    assert (found.played, found.audit.tallies["gold"].count, found.audit.tallies["garbage"].count) == (0, 0, 2)
+    assert any("2 of 2 rows have no reference solution" in note for note in found.notes)
+    named = [row | {"mine": "    return a + b\n", "question": "def add(a, b):\n"} for row in bare[:1]]
+    found = check(programs(tmp_path, named), solution="mine")
+    assert (found.played, found.reached) == (1, 1), found.render()
+    with pytest.raises(ConfigError, match="no row has a program in the column 'yours'"):
+        check(programs(tmp_path, named), solution="yours")
+    with pytest.raises(ConfigError, match="--solution is for rows that the reward `code` judges; here it is em"):
+        check(toy(tmp_path, {"name": "em"}), solution="mine")
+
+
+def test_rubrics_have_no_answer_to_play(tmp_path):
     write_rows(tmp_path / "r.jsonl", rows(rubrics=["names a town"]))
     source = {
         "path": str(tmp_path / "r.jsonl"),

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from posttrain.rewards.audit import BOXED, MAKERS, MARKED, TAGGED, Audit, audit, frame_of, written
+from posttrain.rewards.audit import BOXED, MAKERS, MARKED, TAGGED, Audit, Form, audit, frame_of, written
 from posttrain.rewards.config import load_reward
 from posttrain.task import Task
 
@@ -19,7 +19,7 @@ def tasks(golds=NAMES) -> list[Task]:
 
 def audited(reward, frame=TAGGED, golds=NAMES) -> Audit:
     loaded = load_reward(reward)
-    return asyncio.run(audit(tasks(golds), lambda task: loaded, frame=frame))
+    return asyncio.run(audit(tasks(golds), lambda task: loaded, form=Form(frame=frame)))
 
 
 def accepted(found: Audit) -> set[str]:

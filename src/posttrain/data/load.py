@@ -23,6 +23,7 @@ from posttrain.location import is_location
 from posttrain.task import Task
 
 Measure = Callable[[Task], int]  # tokens of the prompt exactly as it will be sent, tool schemas included
+CheckTask = Callable[[Task], None]
 LISTED_OVERLONG = 5
 
 
@@ -32,13 +33,14 @@ def load_tasks(
     *,
     measure: Measure | None = None,
     check_ground_truth: CheckAnswer | None = None,
+    check_task: CheckTask | None = None,
     root: Path = Path(),
     limit_key: str = "data.max_prompt_tokens",
 ) -> TaskSet:
     """Reads, checks and measures all tasks of one part of the data.
 
     Relative paths are taken from `root`. `measure` is needed when `max_prompt_tokens` is set; `limit_key` names the
-    setting it comes from. Raises DataError when
+    setting it comes from. check_task: raises FieldError for a row that its env cannot play. Raises DataError when
     files or columns are missing, rows cannot be used (all of them are counted, the first of each kind shown), prompts
     are over the limit, or nothing is left; with `invalid: drop` and `overlong: drop` such rows are counted instead.
     """
@@ -46,7 +48,7 @@ def load_tasks(
     if not configs:
         raise DataError(f"data.{part} names no files; write e.g. data.{part}: path/to/file.parquet")
     loaded = [
-        _load_source(_file_rows(source, root), source, name, check_ground_truth)
+        _load_source(_file_rows(source, root), source, name, check_ground_truth, check_task)
         for source, name in zip(configs, source_names(configs, part), strict=True)
     ]
     problems = [problem for source in loaded for problem in source.problems]
@@ -112,7 +114,13 @@ def _file_rows(source: SourceConfig, root: Path) -> _Rows:
     return found
 
 
-def _load_source(found: _Rows, config: SourceConfig, name: str, check: CheckAnswer | None) -> _Loaded:
+def _load_source(
+    found: _Rows,
+    config: SourceConfig,
+    name: str,
+    check: CheckAnswer | None,
+    check_task: CheckTask | None = None,
+) -> _Loaded:
     rows, rows_read = _selected(found.rows, config, name)
     problems = found.problems  # filled while the rows were read
     if not rows and not problems:
@@ -123,7 +131,10 @@ def _load_source(found: _Rows, config: SourceConfig, name: str, check: CheckAnsw
     places: list[str] = []
     for row in rows:
         try:
-            drafts.append(maker.make(row))
+            task = maker.make(row)
+            if check_task is not None:
+                check_task(task)
+            drafts.append(task)
             places.append(row.where)
         except FieldError as error:
             problems.append(error.at(row.where))

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 from posttrain.boundary.foreign_json import read_json
 from posttrain.boundary.local import Message
-from posttrain.endpoint.wire import Asked, Refusal, Reply, chunks, completion, parse_chat, parse_text
+from posttrain.endpoint.answer import Delta, Tell
+from posttrain.endpoint.replies import Chunks, completion
+from posttrain.endpoint.wire import Asked, Refusal, Reply, parse_chat, parse_text
 
-T = TypeVar("T")
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 MAX_BODY_BYTES = 32 << 20
@@ -27,7 +30,9 @@ MODEL = "policy"
 class Respondent(Protocol):
     """Who answers the requests that come with one key."""
 
-    async def answer(self, asked: Asked) -> Reply: ...
+    async def answer(self, asked: Asked, tell: Tell | None = None) -> Reply:
+        """Raises Refusal. tell: gets the answer piece by piece, while it is sampled."""
+        ...
 
     def post(self, body: Any) -> None:
         """What came to /v1/reward; raises Refusal."""
@@ -82,45 +87,66 @@ def _nothing(body: Any) -> Asked:
 
 
 async def _answer(respondent: Respondent, asked: Asked, receive: Receive, send: Send) -> None:
-    job = asyncio.ensure_future(respondent.answer(asked))
+    """A client that leaves ends the sampling."""
+    told: deque[Delta] = deque()
+    news = asyncio.Event()
+
+    def tell(delta: Delta) -> None:
+        told.append(delta)
+        news.set()
+
+    job = asyncio.ensure_future(respondent.answer(asked, tell if asked.stream else None))
     gone = asyncio.ensure_future(_disconnected(receive))
+    for end in (job, gone):
+        end.add_done_callback(lambda _: news.set())
     try:
         if asked.stream:
-            return await _stream(asked, job, gone, send)
-        await _wait(job, gone, None)
+            return await _Stream(asked, send).send_all(job, gone, told, news)
+        await news.wait()
+        if not job.done():
+            raise ClientGone
         return await _send_json(send, 200, completion(asked, job.result(), int(time.time())))
     finally:
         job.cancel()
         gone.cancel()
 
 
-async def _stream(asked: Asked, job: asyncio.Future[Reply], gone: asyncio.Future[None], send: Send) -> None:
+class _Stream:
     """Server-sent events. What is refused at once is refused by the status; what fails later, inside the stream."""
-    started = False
-    while not await _wait(job, gone, QUIET_SECONDS):
-        if not started:
-            await _send_head(send, 200, b"text/event-stream")
-            started = True
-        await _send_body(send, b": waiting for the policy\n\n", more=True)
-    try:
-        reply = job.result()
-    except Refusal as refusal:
-        if not started:
-            raise
-        return await _send_body(send, _event(refusal.as_json()), more=False)
-    if not started:
-        await _send_head(send, 200, b"text/event-stream")
-    for chunk in chunks(asked, reply, int(time.time())):
-        await _send_body(send, _event(chunk), more=True)
-    return await _send_body(send, b"data: [DONE]\n\n", more=False)
 
+    def __init__(self, asked: Asked, send: Send) -> None:
+        self._send = send
+        self._chunks = Chunks(asked, secrets.token_hex(8), int(time.time()))
+        self._started = False
 
-async def _wait(job: asyncio.Future[Any], gone: asyncio.Future[None], seconds: float | None) -> bool:
-    """Whether the job is done; raises ClientGone when the client left before."""
-    await asyncio.wait({job, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    if gone.done() and not job.done():
-        raise ClientGone
-    return job.done()
+    async def send_all(
+        self, job: asyncio.Future[Reply], gone: asyncio.Future[None], told: deque[Delta], news: asyncio.Event
+    ) -> None:
+        """Raises Refusal before anything is sent, and ClientGone."""
+        while not job.done():
+            try:
+                await asyncio.wait_for(news.wait(), QUIET_SECONDS)
+            except TimeoutError:
+                await self._say(b": waiting for the policy\n\n")
+            if gone.done() and not job.done():
+                raise ClientGone
+            news.clear()
+            while told:
+                await self._say(*map(_event, self._chunks.of(told.popleft())))
+        try:
+            reply = job.result()
+        except Refusal as refusal:
+            if not self._started:
+                raise
+            return await _send_body(self._send, _event(refusal.as_json()), more=False)
+        await self._say(*map(_event, self._chunks.end(reply)))
+        return await _send_body(self._send, b"data: [DONE]\n\n", more=False)
+
+    async def _say(self, *events: bytes) -> None:
+        if not self._started:
+            await _send_head(self._send, 200, b"text/event-stream")
+            self._started = True
+        await _send_body(self._send, b"".join(events), more=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -5,34 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from posttrain.boundary.foreign_json import read_json
 from posttrain.chat import Renderer
-from posttrain.chat.calls import SYNTAXES, NotExpressible, Signatures, parse_turn, stop_ids
+from posttrain.chat.calls import SYNTAXES, CallParser, NotExpressible, Signatures, stop_ids
 from posttrain.endpoint.wire import Refusal
 from posttrain.task import Message
 from posttrain.tools.protocol import ToolSpec
-from posttrain.trajectory import CallStatus, Source, StopReason, ToolCall
+from posttrain.trajectory import Source
 
 ID_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 9  # what the strictest template (Mistral's) takes: letters and digits only
-# The agent gets these: what is wrong with arguments it can say itself, as it would to any model.
-PASSED_ON = (CallStatus.OK, CallStatus.BAD_ARGUMENTS)
 NO_SYNTAX = "none"
 Tools = Sequence[dict[str, Any]]
 Pieces = list[tuple[list[int], Source]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """A turn as its agent gets it. `calls`: (name, arguments); `records`: every attempt with what became of it."""
-
-    content: str
-    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
-    records: tuple[ToolCall, ...] = ()
 
 
 class CallForm:
@@ -55,27 +43,11 @@ class CallForm:
         """What the policy wrote, with the marks of its calls."""
         return self._renderer.decode(ids) if self._special else self._renderer.complete_text(ids)
 
-    def read(
-        self, text: str, tools: Tools, stop_reason: StopReason, *, in_thought: bool = False, only_one: bool = False
-    ) -> Reading:
-        """Calls outside thoughts. What is no call of a known tool stays text, so that an agent need not fear it."""
-        if self._syntax is None:
-            return Reading(content=text)
-        parsed = parse_turn(text, self._syntax, signatures_of(tools), stop_reason=stop_reason, in_thought=in_thought)
-        content, position = "", 0
-        calls: list[tuple[str, dict[str, Any]]] = []
-        records: list[ToolCall] = []
-        for attempt in parsed.attempts:
-            passed = attempt.status in PASSED_ON and attempt.arguments is not None
-            if passed and calls and only_one:
-                detail = "the agent asked for one call at a time"
-                attempt, passed = replace(attempt, status=CallStatus.OVER_BUDGET, detail=detail), False
-                content, position = content + text[position : attempt.start], attempt.end
-            records.append(attempt.record())
-            if passed:
-                calls.append((attempt.name, attempt.arguments or {}))
-                content, position = content + text[position : attempt.start], attempt.end
-        return Reading(content=content + text[position:], calls=tuple(calls), records=tuple(records))
+    def parser(self, tools: Tools, *, in_thought: bool) -> CallParser | None:
+        """Finds calls of `tools` in one turn, outside thoughts; None where none can be written. Raises Refusal."""
+        if self._syntax is None or not tools:
+            return None
+        return CallParser(self._syntax, signatures_of(tools), in_thought=in_thought, withdraws=False)
 
     def results(self, messages: Sequence[Message], turn: str) -> Pieces | None:
         """Tool results that go on with the policy's open turn; None where the chat template renders messages."""

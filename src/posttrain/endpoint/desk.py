@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,16 +13,16 @@ from typing import Any
 from posttrain.chat import Renderer
 from posttrain.deadline import ends_in
 from posttrain.endpoint.agent import ExternalAgent
-from posttrain.endpoint.calls import CallForm, Reading, call_id
+from posttrain.endpoint.answer import THINK_OPEN, Answer, Reading, Tell
+from posttrain.endpoint.calls import CallForm
 from posttrain.endpoint.recording import Context, Recording, Written
-from posttrain.endpoint.wire import Asked, MadeCall, Refusal, Reply
+from posttrain.endpoint.wire import Asked, Refusal, Reply
 from posttrain.rollout import RolloutSpec, Ticket
-from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.protocol import Hear, Sampled, SamplingParams, StreamingSampler
 from posttrain.task import EpisodeInvalid
 from posttrain.trajectory import StopReason, TrajectoryError
 
 LENGTH_CODE = "context_length_exceeded"
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 THINK_TAIL = 12  # tokens before a turn that are read to see whether the prompt opened a thought
 
 
@@ -32,6 +31,7 @@ class Desk:
 
     on_failure: told what no answer can express (a sampler that failed, a deadline): the episode ends by it.
     ends: when the episode does, by the event loop's clock. refused_for: the limit for which the last request was.
+    abandoned: answers whose client left before their end; what was sampled of them is no part of the recording.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Desk:
             raise TypeError(f"an external agent's messages need a posttrain.chat.Renderer, got {spec.renderer!r:.80}")
         self.ends: float | None = None
         self.refused_for: StopReason | None = None
+        self.abandoned = 0
         self._ticket, self._spec, self._limits, self._agent = ticket, spec, spec.limits, agent
         self._renderer, self._form = spec.renderer, CallForm(agent.syntax, spec.renderer)
         self.recording = Recording(ticket, self._renderer, self._form)
@@ -68,8 +69,11 @@ class Desk:
         if self._over:
             raise _over()
 
-    async def answer(self, asked: Asked) -> Reply:
-        """Samples, records and words what the policy says. Raises Refusal."""
+    async def answer(self, asked: Asked, tell: Tell | None = None) -> Reply:
+        """Samples, records and words what the policy says. tell: gets the answer while it is sampled. Raises Refusal.
+
+        When the caller is cancelled, so is the sampling, and nothing of this answer is recorded.
+        """
         self.check_open()
         params, trains = self._params(asked)
         tools = asked.tools if self._agent.show_tools and asked.tools else None
@@ -77,16 +81,19 @@ class Desk:
         try:
             params = self._within_limits(context, params, asked)
             seed = self._seed(context, asked)
+            answer = Answer(
+                asked, self._form, self._renderer, in_thought=self._opens_thought(context),
+                separate=self._agent.reasoning == "separate", seed=seed, tell=tell,
+            )  # fmt: skip
             started = time.perf_counter()
-            sampled = await self._sample(context, params, seed)
+            sampled = await self._sample(context, params, seed, None if tell is None else answer.hear)
             seconds = time.perf_counter() - started
             self.refused_for = None
-            text = self._text(asked, sampled)
-            reading = self._read(asked, context, sampled, text)
+            reading = answer.finish(sampled)
             written = Written(sampled=sampled, seconds=seconds, records=reading.records, trains=trains)
             thread = self.recording.commit(context, written)
             reply = self._reply(asked, context, sampled, reading, seed)
-            self.recording.remember(asked, tools, thread, reply, text)
+            self.recording.remember(asked, tools, thread, reply, reading.text)
             return reply
         finally:
             context.release()
@@ -158,11 +165,10 @@ class Desk:
         turn = hashlib.blake2b(f"{key}/{again}".encode(), digest_size=8).digest()
         return self._ticket.seed(int.from_bytes(turn))
 
-    async def _sample(self, context: Context, params: SamplingParams, seed: int) -> Sampled:
+    async def _sample(self, context: Context, params: SamplingParams, seed: int, hear: Hear | None) -> Sampled:
         """One answer of the sampler. What no answer can express ends the episode."""
         ends, name = self._nearest()
-        sampler = self._spec.sampler
-        job = asyncio.ensure_future(sampler.sample(context.ids, params, seed=seed, session=context.session))
+        job = asyncio.ensure_future(self._ask(context, params, seed, hear))
         self._jobs.add(job)
         try:
             async with asyncio.timeout_at(ends) as clock:
@@ -170,6 +176,7 @@ class Desk:
         except asyncio.CancelledError:
             if self._over:
                 raise _over() from None
+            self.abandoned += 1
             raise
         except Exception as error:
             late = isinstance(error, TimeoutError) and clock.expired()
@@ -186,6 +193,18 @@ class Desk:
             raise self._break(TrajectoryError(detail))
         return sampled
 
+    async def _ask(self, context: Context, params: SamplingParams, seed: int, hear: Hear | None) -> Sampled:
+        """A sampler that tells nothing before it is done is heard when it is done."""
+        sampler, named = self._spec.sampler, {"seed": seed, "session": context.session}
+        if hear is None or not isinstance(sampler, StreamingSampler):
+            return await sampler.sample(context.ids, params, **named)
+
+        def tell(token: int, logprob: float) -> None:
+            if token not in params.stop_ids:
+                hear(token, logprob)
+
+        return await sampler.stream(context.ids, params, tell, **named)
+
     def _nearest(self) -> tuple[float | None, str]:
         named = ((ends_in(self._limits.turn_seconds), "turn_seconds"), (self.ends, "episode_seconds"))
         return min(((ends, name) for ends, name in named if ends is not None), default=(None, ""))
@@ -195,63 +214,29 @@ class Desk:
         self._on_failure(failure)
         return Refusal(str(failure), status=500, code="episode_failed")
 
-    def _text(self, asked: Asked, sampled: Sampled) -> str:
-        """What the policy wrote; without a stop string that the agent asked for."""
-        stopped = sampled.stop_reason is StopReason.STOP_ID
-        ids = sampled.ids[:-1] if stopped else sampled.ids
-        text = self._form.text(ids) if asked.tools else self._renderer.complete_text(ids)
-        if not asked.is_chat or sampled.stop_reason is not StopReason.STOP_STRING:
-            return text
-        stop = str(sampled.stop)
-        return _before(stop, text) if stop in asked.stop and stop not in self._form.stop_strings else text
-
-    def _read(self, asked: Asked, context: Context, sampled: Sampled, text: str) -> Reading:
-        """The calls in the text. A thought that the prompt opened is read as one."""
-        if not asked.is_chat:
-            stop = str(sampled.stop) if sampled.stop_reason is StopReason.STOP_STRING else ""
-            return Reading(content=_before(stop, text) if stop in asked.stop else text)
-        if not asked.may_call or not asked.tools:
-            return Reading(content=text)
-        return self._form.read(
-            text,
-            asked.tools,
-            sampled.stop_reason,
-            in_thought=self._opens_thought(context),
-            only_one=asked.one_call,
-        )
-
     def _opens_thought(self, context: Context) -> bool:
         return self._renderer.decode(context.ids[-THINK_TAIL:]).rstrip().endswith(THINK_OPEN)
 
     def _reply(self, asked: Asked, context: Context, sampled: Sampled, reading: Reading, seed: int) -> Reply:
-        calls = tuple(
-            MadeCall(id=call_id(seed, number), name=name, arguments=json.dumps(arguments, ensure_ascii=False))
-            for number, (name, arguments) in enumerate(reading.calls)
-        )
-        content, reasoning = reading.content, None
-        if self._agent.reasoning == "separate" and THINK_CLOSE in content:
-            thought, _, content = content.rpartition(THINK_CLOSE)
-            reasoning, content = thought.strip().removeprefix(THINK_OPEN).strip(), content.lstrip("\n")
         cut = sampled.stop_reason is StopReason.STOP_ID and not asked.token_ids
         ids = sampled.ids[:-1] if cut else sampled.ids
         shown = zip(ids, sampled.logprobs, strict=False) if asked.logprobs else ()
         return Reply(
             id=f"{seed:016x}",
-            content=None if calls and not content.strip() else content,
-            calls=calls,
-            reasoning=reasoning,
-            finish_reason="tool_calls" if calls else "length" if sampled.stop_reason is StopReason.LENGTH else "stop",
+            content=reading.content,
+            calls=reading.calls,
+            reasoning=reading.reasoning,
+            finish_reason="tool_calls"
+            if reading.calls
+            else "length"
+            if sampled.stop_reason is StopReason.LENGTH
+            else "stop",
             tokens=tuple((self._renderer.decode([token]), logprob) for token, logprob in shown),
             prompt_tokens=len(context.ids),
             cached_tokens=context.reused,
             completion_tokens=len(sampled.ids),
             ids=tuple(ids) if asked.token_ids else None,
         )
-
-
-def _before(stop: str, text: str) -> str:
-    """All of the text where the stop is not in it: it was part of a control token's name."""
-    return text[: text.rindex(stop)] if stop in text else text
 
 
 def _over() -> Refusal:

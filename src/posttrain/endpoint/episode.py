@@ -15,6 +15,7 @@ from typing import Any
 
 from posttrain.deadline import GRACE_SECONDS, DeadlinePassed, ends_in, leave, within
 from posttrain.endpoint.agent import ExternalAgent
+from posttrain.endpoint.answer import Tell
 from posttrain.endpoint.desk import Desk
 from posttrain.endpoint.recording import Thread
 from posttrain.endpoint.serving import EndpointError, Host
@@ -75,6 +76,8 @@ class AgentEpisode:
                 trajectory.outcome = self.invalid
         last = threads[-1].trajectory
         last.info |= self._info | ({} if self._answer is None else {"answer": self._answer})
+        if self.desk.abandoned:
+            last.info["abandoned"] = self.desk.abandoned
         return [thread.trajectory for thread in threads]
 
     async def _unless_broken(self, run: Any) -> Any:
@@ -144,9 +147,9 @@ class AgentEpisode:
         except EpisodeInvalid as failure:
             self._fail(failure)
 
-    async def answer(self, asked: Asked) -> Reply:
+    async def answer(self, asked: Asked, tell: Tell | None = None) -> Reply:
         """What the policy says. Raises Refusal."""
-        return await self.desk.answer(asked)
+        return await self.desk.answer(asked, tell)
 
     def _fail(self, failure: Exception) -> None:
         if self._failure is not None and not self._failure.done():

@@ -1,4 +1,4 @@
-"""OpenAI's JSON <-> what an episode is asked and what it answers. Knows no tokens and no HTTP.
+"""OpenAI's JSON -> what an episode is asked, and what it answers. Knows no tokens and no HTTP.
 
 What cannot be honoured is refused by name: a parameter that is dropped in silence would train on something else than
 the agent believes to have asked for.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,6 @@ WHY = {
     "functions": "this is the old form; use `tools`",
 }
 MAX_STOPS = 16
-PIECE = 24  # characters of a streamed piece
 
 
 class Refusal(Exception):
@@ -149,9 +148,6 @@ class Reply:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-
-
-# Requests ------------------------------------------------------------------------------------------------------------
 
 
 def parse_chat(body: Any) -> Asked:
@@ -319,87 +315,3 @@ def _flag(body: Mapping[str, Any], key: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise Refusal(f"{key} must be true or false, got {value!r:.80}", param=key)
     return bool(value)
-
-
-# Answers -------------------------------------------------------------------------------------------------------------
-
-
-def completion(asked: Asked, reply: Reply, created: int) -> dict[str, Any]:
-    """The whole answer in one object."""
-    choice: dict[str, Any] = {"index": 0, "finish_reason": reply.finish_reason}
-    if asked.is_chat:
-        choice |= {"message": reply.message | {"refusal": None}, "logprobs": _logprobs(asked, reply.tokens)}
-    else:
-        choice |= {"text": reply.content or "", "logprobs": _text_logprobs(asked, reply.tokens)}
-        choice |= {} if reply.ids is None else {"token_ids": list(reply.ids)}
-    kind = "chat.completion" if asked.is_chat else "text_completion"
-    return {**_head(asked, reply.id, kind, created), "choices": [choice], "usage": reply.usage}
-
-
-def chunks(asked: Asked, reply: Reply, created: int) -> Iterator[dict[str, Any]]:
-    """The answer as a stream of objects; the last says why it ended, and one more what it cost if that was asked."""
-    kind = "chat.completion.chunk" if asked.is_chat else "text_completion"
-    head = _head(asked, reply.id, kind, created)
-    usage = {"usage": None} if asked.include_usage else {}
-    deltas = list(_chat_deltas(asked, reply) if asked.is_chat else _text_deltas(asked, reply))
-    for delta in deltas:
-        yield {**head, "choices": [{"index": 0, "logprobs": None, "finish_reason": None, **delta}], **usage}
-    last = {"delta": {}} if asked.is_chat else {"text": ""}
-    end = {"index": 0, "logprobs": None, "finish_reason": reply.finish_reason, **last}
-    yield {**head, "choices": [end], **usage}
-    if asked.include_usage:
-        yield {**head, "choices": [], "usage": reply.usage}
-
-
-def _chat_deltas(asked: Asked, reply: Reply) -> Iterator[dict[str, Any]]:
-    yield {"delta": {"role": "assistant", "content": "" if reply.content is not None else None}}
-    for piece in _pieces(reply.reasoning):
-        yield {"delta": {"reasoning_content": piece}}
-    for number, piece in enumerate(_pieces(reply.content)):
-        with_logprobs = {"logprobs": _logprobs(asked, reply.tokens)} if asked.logprobs and number == 0 else {}
-        yield {"delta": {"content": piece}, **with_logprobs}
-    for index, call in enumerate(reply.calls):
-        opened = call.as_json() | {"function": {"name": call.name, "arguments": ""}}
-        yield {"delta": {"tool_calls": [{"index": index, **opened}]}}
-        for piece in _pieces(call.arguments):
-            yield {"delta": {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}}
-
-
-def _text_deltas(asked: Asked, reply: Reply) -> Iterator[dict[str, Any]]:
-    for number, piece in enumerate(_pieces(reply.content)):
-        yield {"text": piece, "logprobs": _text_logprobs(asked, reply.tokens) if number == 0 else None}
-
-
-def _pieces(text: str | None) -> Iterator[str]:
-    text = text or ""
-    return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
-
-
-def _head(asked: Asked, reply_id: str, kind: str, created: int) -> dict[str, Any]:
-    prefix = "chatcmpl" if asked.is_chat else "cmpl"
-    return {"id": f"{prefix}-{reply_id}", "object": kind, "created": created, "model": asked.model}
-
-
-def _logprobs(asked: Asked, tokens: Sequence[tuple[str, float]]) -> dict[str, Any] | None:
-    if not asked.logprobs:
-        return None
-    content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _text_logprobs(asked: Asked, tokens: Sequence[tuple[str, float]]) -> dict[str, Any] | None:
-    if not asked.logprobs:
-        return None
-    offsets, position = [], 0
-    for text, _ in tokens:
-        offsets.append(position)
-        position += len(text)
-    return {
-        "tokens": [text for text, _ in tokens],
-        "token_logprobs": [logprob for _, logprob in tokens],
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }

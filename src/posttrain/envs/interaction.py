@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from posttrain.envs.protocol import Action, Observation, Step
-from posttrain.location import locate
+from posttrain.location import did_you_mean, locate
 from posttrain.rewards.numeric import gsm8k
 from posttrain.task import EpisodeInvalid, Message, Score, Task
 from posttrain.trajectory import Episode, Segment, Source
@@ -112,21 +112,18 @@ class InteractionEnv:
         self._default = default
         self._options = options or {}
         for name in (*([default] if default else []), *self._options):
-            self._known(name, "the env's options")
+            self._known(name, "the env's options name")
         self._user: Interaction | None = None
         self._messages: list[Message] = []
         self._task: Task | None = None
 
+    def check_task(self, task: Task) -> None:
+        """Raises ValueError for a row whose user is not known, or does not take what the row gives it."""
+        self._meant(task)
+
     async def reset(self, task: Task) -> Observation:
-        kwargs = dict(interaction_kwargs(task))
-        name = kwargs.pop("name", None) or self._default
-        if name is None:
-            raise ValueError(
-                f"task {task.id} names no interaction: give the row interaction_kwargs: {{name: ...}}, "
-                "or the env a default"
-            )
-        factory = self._known(name, f"task {task.id}")
-        self._user = factory(**_taken(factory, {**self._options.get(name, {}), **kwargs}, name))
+        factory, kwargs = self._meant(task)
+        self._user = factory(**kwargs)
         self._task, self._messages = task, list(task.prompt)
         return Observation()
 
@@ -145,16 +142,35 @@ class InteractionEnv:
         if close is not None:
             await close()
 
-    def _known(self, name: str, where: str) -> Callable[..., Interaction]:
+    def _meant(self, task: Task) -> tuple[Callable[..., Interaction], dict[str, Any]]:
+        """The user that the row asks for, and the arguments of its constructor."""
+        kwargs = dict(interaction_kwargs(task))
+        name = kwargs.pop("name", None) or self._default
+        if name is None:
+            raise ValueError(
+                "the row names no interaction: give it interaction_kwargs: {name: ...}, or the env a default"
+            )
+        factory = self._known(name, "interaction_kwargs names")
+        return factory, _taken(factory, {**self._options.get(name, {}), **kwargs}, name)
+
+    def _known(self, name: Any, who: str) -> Callable[..., Interaction]:
         if name not in self._made:
-            raise ValueError(f"{where} names the interaction {name!r}; there are {', '.join(sorted(self._made))}")
+            known, near = ", ".join(sorted(self._made)), did_you_mean(str(name), self._made)
+            raise ValueError(
+                f"{who} the interaction {name!r}, which is not known.{near} Known: {known}; your own goes into the "
+                "env's options: interactions: {NAME: 'path.py:Class'}"
+            )
         return self._made[name]
 
 
 def interaction_kwargs(task: Task) -> Mapping[str, Any]:
-    """Of the row, at the top or in verl's `extra_info`; empty when it has none."""
-    info = task.extra.get("extra_info") or {}
-    return task.extra.get("interaction_kwargs") or info.get("interaction_kwargs") or {}
+    """Of the row, at the top or in verl's `extra_info`; empty when it has none. Raises ValueError for no mapping."""
+    info = task.extra.get("extra_info")
+    nested = info.get("interaction_kwargs") if isinstance(info, Mapping) else None
+    found = task.extra.get("interaction_kwargs") or nested or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"interaction_kwargs must be an object with a name, got {found!r:.80}")
+    return found
 
 
 def _located(place: str) -> Callable[..., Interaction]:

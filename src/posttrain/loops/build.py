@@ -16,6 +16,7 @@ from posttrain.chat import ChatError, Renderer
 from posttrain.config import WORLDS, ConfigError, RLConfig, options_for, resolve
 from posttrain.data import TaskSet, load_tasks
 from posttrain.data.config import SourceConfig
+from posttrain.data.problems import FieldError
 from posttrain.endpoint import AgentEpisode, ExternalAgent, Host
 from posttrain.envs.protocol import check_env
 from posttrain.loops.collect import Collector, Credit
@@ -107,7 +108,8 @@ def load_renderer(config: RLConfig) -> Renderer:
 
 def load_part(config: RLConfig, part: Literal["train", "eval"], renderer: Renderer) -> TaskSet:
     """All tasks of one part of the data, measured on the ids that will be sent: the schemas of tools included."""
-    tools = cache(lambda name: tools_of(name, config, renderer))
+    envs = cache(lambda name: env_to_look_at(name, config))
+    tools = cache(lambda name: schemas_of(name, envs(name), renderer))
     tools(config.env.name)  # before the rows: an env that cannot be made is no fault of a row
     limit, key = prompt_limit(config)
     tasks = load_tasks(
@@ -115,6 +117,7 @@ def load_part(config: RLConfig, part: Literal["train", "eval"], renderer: Render
         part,
         measure=lambda task: len(renderer.prompt(task.prompt, tools(task.env or config.env.name))),
         check_ground_truth=unscorable if compares_answers(config.reward, getattr(config.data, part)) else None,
+        check_task=lambda task: check_playable(task, task.env or config.env.name, envs),
         limit_key=key,
     )
     for report in tasks.reports:
@@ -144,9 +147,8 @@ class _NoSearch:
         return None
 
 
-def tools_of(name: str, config: RLConfig, renderer: Renderer) -> Any:
-    """The tool schemas of the envs called `name`; finds before anything starts when such an env cannot be made, or when
-    the chat template would not show its tools."""
+def env_to_look_at(name: str, config: RLConfig) -> Any:
+    """An env called `name`, closed again; finds before anything starts when such an env cannot be made."""
     tools = open_tools(config) if config.env_called(name).takes_tools else {}
     try:
         env = env_maker(name, config, None if config.retrieval is None else _NoSearch(), tools)()
@@ -158,6 +160,11 @@ def tools_of(name: str, config: RLConfig, renderer: Renderer) -> Any:
     except Exception as error:
         options = dict(config.env_called(name).options)
         raise ConfigError([f"env {name} cannot be made with {options}: {type(error).__name__}: {error}"]) from error
+    return env
+
+
+def schemas_of(name: str, env: Any, renderer: Renderer) -> Any:
+    """The tool schemas of an env; raises ConfigError when the chat template would not show them."""
     schemas = getattr(env, "tools", None) or None
     if schemas:
         try:
@@ -166,6 +173,22 @@ def tools_of(name: str, config: RLConfig, renderer: Renderer) -> Any:
             fix = "the envs `tools` and `react` do so with the option describe: text"
             raise ConfigError([f"env {name}: {error}; {fix}"]) from error
     return schemas
+
+
+def tools_of(name: str, config: RLConfig, renderer: Renderer) -> Any:
+    """The tool schemas of the envs called `name`. Raises ConfigError as `env_to_look_at` and `schemas_of` do."""
+    return schemas_of(name, env_to_look_at(name, config), renderer)
+
+
+def check_playable(task: Task, name: str, envs: Callable[[str], Any]) -> None:
+    """Raises FieldError for a row that its env says it cannot play, by its method `check_task`."""
+    check = getattr(envs(name), "check_task", None)
+    if check is None:
+        return
+    try:
+        check(task)
+    except ValueError as error:
+        raise FieldError("", "not for its env", f"the env {name} cannot play it: {error}", "correct the row") from error
 
 
 def check_search(stage: Stage) -> None:

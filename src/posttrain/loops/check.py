@@ -20,8 +20,9 @@ from posttrain.data import TaskSet
 from posttrain.envs import Env
 from posttrain.loops.build import Stage, load_part, load_renderer, make_spec, make_stage, training_params
 from posttrain.rewards import Reward, score
-from posttrain.rewards.audit import ACCEPTED_TRIED, TAGGED, Audit, audit, frame_of, written
+from posttrain.rewards.audit import ACCEPTED_TRIED, TAGGED, Audit, Form, audit, frame_of
 from posttrain.rewards.config import RewardConfig
+from posttrain.rewards.program_audit import COLUMNS, judges_programs, programs
 from posttrain.rewards.scoring import for_evaluation, leaves
 from posttrain.rollout import episode_of, rollout_group
 from posttrain.sampler.scripted import ScriptedSampler
@@ -31,10 +32,6 @@ from posttrain.trajectory import StopReason
 
 TAG = re.compile(r"</?([A-Za-z_][\w-]*)>")
 USUAL_TAGS = frozenset({"answer", "search", "think", "tool_call", "tool_response"})
-WRONG = ("", "qzxv 7f3a ###")  # answers that are right for nothing
-NEVER_RIGHT = frozenset(  # kinds of candidates that no reward may accept; the others depend on what is wanted
-    {"empty", "empty_answer", "garbage", "observation_has_answer", "observation_pasted", "tag_spam"}
-)
 PLAYED = 32  # tasks whose answer is played through the env
 PACKAGED = "tiny_search_base"
 UNLIMITED = 1 << 20  # tokens
@@ -74,9 +71,10 @@ class Check:
         return "\n".join([*lines, "", "passed" if self.passed else "failed"])
 
 
-def check(config: RLConfig, *, tasks: int = 200, frame: str | None = None) -> Check:
+def check(config: RLConfig, *, tasks: int = 200, frame: str | None = None, solution: str | None = None) -> Check:
     """tasks: the first of `data.train` (of `data.eval` where there is none). frame: how an answer is written, with
-    {answer}; by default as the rewards read it."""
+    {answer}; by default as the rewards read it. solution: the column of the reference program, for the reward `code`.
+    """
     if frame is not None and "{answer}" not in frame:
         raise ConfigError([f"the form of an answer must hold {{answer}}, got {frame!r}"])
     config, renderer, notes = _with_tokenizer(config)
@@ -85,29 +83,54 @@ def check(config: RLConfig, *, tasks: int = 200, frame: str | None = None) -> Ch
     try:
         asks = any(hasattr(leaf, "counters") for reward in stage.rewards.values() for leaf in leaves(reward))
         chosen = chosen[:ASKING] if asks else chosen
-        found = asyncio.run(_check(config, stage, chosen, frame or frame_of(_names(config.reward, chosen))))
-        return replace(found, notes=(*notes, *found.notes))
+        form, more = _form(_names(config.reward, chosen), chosen, frame, solution)
+        found = asyncio.run(_check(config, stage, chosen if form is None else chosen[: form.most_tasks], form))
+        return replace(found, notes=(*notes, *found.notes, *more))
     finally:
         stage.close()
 
 
-async def _check(config: RLConfig, stage: Stage, tasks: Sequence[Task], frame: str | None) -> Check:
+def _form(
+    names: Sequence[str], tasks: Sequence[Task], frame: str | None, solution: str | None
+) -> tuple[Form | None, list[str]]:
+    """What is shown to the rewards, and notes about it. None where nothing right can be made of the rows."""
+    if judges_programs(names):
+        form = programs(solution)
+        form = form if frame is None else replace(form, frame=frame)
+        lacking = sum(not form.golds(task) for task in tasks)
+        if solution is not None and lacking == len(tasks):
+            raise ConfigError([f"no row has a program in the column {solution!r} (--solution)"])
+        most = form.most_tasks or len(tasks)
+        notes = [f"each test of a program is a process: of {len(tasks)} tasks, {most} are judged"]
+        notes = notes if most < len(tasks) else []
+        if lacking:
+            known = f"the column {solution}" if solution else f"a column {', '.join(COLUMNS)}"
+            notes.append(f"{lacking} of {len(tasks)} rows have no reference solution (in {known}; or say --solution)")
+        return form, notes
+    if solution is not None:
+        raise ConfigError([f"--solution is for rows that the reward `code` judges; here it is {', '.join(names)}"])
+    frame = frame or frame_of(names)
+    if frame is not None:
+        return Form(frame=frame), []
+    return None, ["what is judged here is no answer (rubrics, citations), so none could be made and played"]
+
+
+async def _check(config: RLConfig, stage: Stage, tasks: Sequence[Task], form: Form | None) -> Check:
     rewards = {name: for_evaluation(reward) for name, reward in stage.rewards.items()}
 
     def reward_of(task: Task) -> Reward:
         return rewards[task.reward]
 
-    lint_problems, notes = lint_tags(tasks, _made_env(config, stage), frame or TAGGED)
-    if frame is None:
-        notes.append("what is judged here is no answer (tests, rubrics, citations), so none could be made and played")
+    lint_problems, notes = lint_tags(tasks, _made_env(config, stage), TAGGED if form is None else form.frame)
+    if form is None:
         return Check(played=0, reached=0, audit=None, problems=tuple(lint_problems), notes=tuple(notes))
     full = config.eval.right_from
-    played = [task for task in tasks if task.ground_truth][:PLAYED]
-    verdicts = [await _in_env(config, stage, task, reward_of(task), frame) for task in played]
+    played = [task for task in tasks if form.golds(task)][:PLAYED]
+    verdicts = [await _in_env(config, stage, task, reward_of(task), form) for task in played]
     failed = [refused for refused, _ in verdicts if refused]
     passed = [wrong for _, wrong in verdicts if wrong]
-    found = await audit(tasks, reward_of, frame=frame, accept_from=full)
-    of_reward = _audit_problems(found)
+    found = await audit(tasks, reward_of, form=form, accept_from=full)
+    of_reward = _audit_problems(found, form)
     problems = list(lint_problems)
     if of_reward and played and not failed and found.false_reject_rate == 1.0:
         notes.append("the reward alone accepts nothing, it needs what the env gives: only what was played counts")
@@ -117,14 +140,14 @@ async def _check(config: RLConfig, stage: Stage, tasks: Sequence[Task], frame: s
         problems.append(f"{len(passed)} of {len(played)} wrong answers get {full:g} in the env: {passed[0]}")
     if failed:
         problems.append(f"{len(failed)} of {len(played)} accepted answers do not get {full:g} in the env: {failed[0]}")
-    if not played:
+    if not played and not form.gold_optional:
         problems.append("no task has an accepted answer")
     return Check(
         played=len(played),
         reached=len(played) - len(failed),
         audit=found,
         problems=tuple(problems),
-        notes=(*notes, *_audit_notes(found)),
+        notes=(*notes, *_audit_notes(found, form)),
     )
 
 
@@ -155,13 +178,13 @@ def _tasks(config: RLConfig, renderer: Any) -> TaskSet:
     raise ConfigError(["there is nothing to check: set data.train or data.eval"])
 
 
-async def _in_env(config: RLConfig, stage: Stage, task: Task, reward: Reward, frame: str) -> tuple[str, str]:
+async def _in_env(config: RLConfig, stage: Stage, task: Task, reward: Reward, form: Form) -> tuple[str, str]:
     """What is wrong with the verdicts on a real rollout: an accepted answer that does not get the full reward, a wrong
     one that does; "" for each that is as it should be."""
     written_as: dict[str, str] = {}  # answer -> the turn, and whether it was cut
 
     async def judge(answer: str, task: Task) -> Outcome:
-        text = frame.format(answer=written(answer))
+        text = form.frame.format(answer=answer)
         spec = make_spec(config, stage, ScriptedSampler(lambda call: text, stage.tokenizer), training_params(config))
         found = await rollout_group(task, spec, group_id="check", group_size=1, run_seed=0, step=0)
         episode, outcome = episode_of(found, stage.renderer), found[-1].outcome
@@ -170,14 +193,14 @@ async def _in_env(config: RLConfig, stage: Stage, task: Task, reward: Reward, fr
         written_as[answer] = f"task {task.id} with {text!r:.160}{cut} got "
         return outcome if isinstance(outcome, Invalid) else await score(reward, episode, task)
 
-    right = task.ground_truth[:ACCEPTED_TRIED]
-    verdicts = await task.verdicts(judge, (*right, *WRONG))
+    right = form.golds(task)[:ACCEPTED_TRIED]
+    verdicts = await task.verdicts(judge, (*right, *form.wrong))
     full = [
         answer for answer, said in verdicts.items() if isinstance(said, Score) and said.value >= config.eval.right_from
     ]
     told = {answer: written_as[answer] + _said(outcome) for answer, outcome in verdicts.items()}
     refused = next((told[answer] for answer in right if answer not in full), "")
-    return refused, next((told[answer] for answer in WRONG if answer in full and answer not in right), "")
+    return refused, next((told[answer] for answer in form.wrong if answer in full and answer not in right), "")
 
 
 def _said(outcome: Outcome) -> str:
@@ -221,17 +244,17 @@ def _names_of_config(reward: RewardConfig) -> list[str]:
     return [part.name for part in reward.parts.values()] or [reward.name]
 
 
-def _audit_problems(found: Audit) -> list[str]:
+def _audit_problems(found: Audit, form: Form) -> list[str]:
     refused = [
         f"the reward refuses {tally.wrong} of {tally.count} accepted answers: {tally.examples[0]}"
         for tally in found.tallies.values()
         if tally.right and tally.wrong
     ]
-    return refused + _accepted(found, lambda kind: kind in NEVER_RIGHT)
+    return refused + _accepted(found, lambda kind: kind in form.never_right)
 
 
-def _audit_notes(found: Audit) -> list[str]:
-    return _accepted(found, lambda kind: kind not in NEVER_RIGHT)
+def _audit_notes(found: Audit, form: Form) -> list[str]:
+    return _accepted(found, lambda kind: kind not in form.never_right)
 
 
 def _accepted(found: Audit, of_interest: Callable[[str], bool]) -> list[str]:

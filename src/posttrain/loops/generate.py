@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from posttrain.data import load_tasks
 from posttrain.data.config import DataConfig, SourceConfig
 from posttrain.loops.build import (
     Stage,
+    check_playable,
     check_search,
+    env_to_look_at,
     eval_params,
     load_renderer,
     make_spec,
     make_stage,
     prompt_limit,
-    tools_of,
+    schemas_of,
 )
 from posttrain.loops.chat import answer_of
 from posttrain.loops.samplers import close_sampler, ready_sampler
@@ -63,11 +66,14 @@ def generate(target: Target, file: str, out: Path, *, samples: int = 1, watch: W
     renderer = load_renderer(config)
     source = source_of(file, config)
     limit, key = prompt_limit(config)
-    tools = tools_of(source.env or config.env.name, config, renderer)
+    envs = cache(lambda name: env_to_look_at(name, config))
+    tools = cache(lambda name: schemas_of(name, envs(name), renderer))
+    tools(source.env or config.env.name)
     tasks = load_tasks(
         DataConfig(eval=(source,), max_prompt_tokens=limit, overlong=config.data.overlong),
         "eval",
-        measure=lambda task: len(renderer.prompt(task.prompt, tools)),
+        measure=lambda task: len(renderer.prompt(task.prompt, tools(task.env or config.env.name))),
+        check_task=lambda task: check_playable(task, task.env or config.env.name, envs),
         limit_key=key,
     )
     stage = make_stage(config, renderer, [*tasks])

@@ -17,6 +17,7 @@ from typing import Any
 from posttrain.boundary.local import guarded
 from posttrain.config import EvalRunConfig
 from posttrain.endpoint import ExternalAgent
+from posttrain.endpoint.answer import Tell
 from posttrain.endpoint.app import App, Respondent
 from posttrain.endpoint.desk import Desk
 from posttrain.endpoint.serving import Listener
@@ -43,11 +44,11 @@ class OpenDesk(Respondent):
         self._number = 0
         self._desk = self._new_desk()
 
-    async def answer(self, asked: Asked) -> Reply:
+    async def answer(self, asked: Asked, tell: Tell | None = None) -> Reply:
         if self._desk.idle and self._desk.recording.tokens > TOKENS_PER_RECORDING:
             self.put_away()
             self._desk = self._new_desk()
-        return await self._desk.answer(asked)
+        return await self._desk.answer(asked, tell)
 
     def post(self, body: Any) -> None:
         raise Refusal("nothing is trained here, so rewards have no place", status=404)

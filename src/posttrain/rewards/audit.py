@@ -30,19 +30,11 @@ FRAMES = {  # reward -> how an answer to it is written, where that is not betwee
     "number": BOXED,
 }
 NO_FRAME = frozenset({"cited_claims", "citations", "code", "evolving_rubric", "rubric"})  # ground truth is no answer
+# `code` has a form of its own: `rewards.program_audit`
 ACCEPTED_TRIED = 5  # accepted answers of a task
 OTHERS = 15  # answers of other tasks that are listed beside the right one
 _EXAMPLES = 3
-_GARBAGE = "qzxv 7f3a ###"
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An episode and whether it deserves the reward."""
-
-    kind: str
-    episode: Episode
-    right: bool = False
+GARBAGE = "qzxv 7f3a ###"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +79,7 @@ def empty_answer(asked: Asked) -> Iterable[Episode]:
 
 def garbage(asked: Asked) -> Iterable[Episode]:
     """An answer without meaning."""
-    return [asked.episode(asked.write(_GARBAGE))]
+    return [asked.episode(asked.write(GARBAGE))]
 
 
 def another_answer(asked: Asked) -> Iterable[Episode]:
@@ -140,6 +132,11 @@ MAKERS: dict[str, tuple[Maker, bool]] = {  # kind -> (maker, whether it deserves
     "gold_repeated": (gold_repeated, False),
     "all_listed": (all_listed, False),
 }
+
+
+NEVER_RIGHT = frozenset(
+    {"empty", "empty_answer", "garbage", "observation_has_answer", "observation_pasted", "tag_spam"}
+)
 
 
 @dataclass(slots=True)
@@ -227,20 +224,41 @@ class Audit:
         }
 
 
+def answers_of(task: Task) -> tuple[str, ...]:
+    """The accepted answers as a policy would give them."""
+    return tuple(written(answer) for answer in task.ground_truth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What is shown to a reward. frame: how an answer is written, with {answer}; see `frame_of`. golds: what is right
+    for a task. makers: kind -> (maker, whether it deserves the reward). wrong: answers that are right for nothing.
+    never_right: kinds that no reward may accept; the others depend on what is wanted. most_tasks: more are not judged.
+    gold_optional: rows need not say what is right."""
+
+    frame: str = TAGGED
+    golds: Callable[[Task], tuple[str, ...]] = answers_of
+    makers: Mapping[str, tuple[Maker, bool]] = field(default_factory=lambda: MAKERS)
+    wrong: tuple[str, ...] = ("", GARBAGE)
+    never_right: frozenset[str] = NEVER_RIGHT
+    most_tasks: int | None = None
+    gold_optional: bool = False
+
+
 async def audit(
     tasks: Sequence[Task],
     reward_of: Callable[[Task], Reward],
     *,
-    frame: str = TAGGED,
-    makers: Mapping[str, tuple[Maker, bool]] = MAKERS,
+    form: Form | None = None,
     accept_from: float = 1.0,
     at_once: int = 16,
 ) -> Audit:
-    """Judges all candidates of all tasks. frame: how an answer is written, with {answer}; see `frame_of`.
+    """Judges all candidates of all tasks. form: default answers between answer tags.
 
     A candidate is accepted from `accept_from` on. Deterministic: what is drawn depends on the task's id only.
     """
-    answered = [task for task in tasks if task.ground_truth]
+    form = Form() if form is None else form
+    makers, answered = form.makers, [task for task in tasks if task.ground_truth]
     tallies = {kind: Tally(right) for kind, (_, right) in makers.items()}
     room = asyncio.Semaphore(at_once)
 
@@ -253,7 +271,7 @@ async def audit(
             for _ in found:
                 tallies[kind].add(asked.task, next(outcomes), accept_from)
 
-    await asyncio.gather(*(judge(_asked(task, answered, frame)) for task in answered))
+    await asyncio.gather(*(judge(_asked(task, answered, form)) for task in answered))
     return Audit(tallies, len(tasks), len(tasks) - len(answered), accept_from)
 
 
@@ -274,17 +292,17 @@ def written(answer: str) -> str:
     return (boxed_content(answer).text or answer.rpartition("####")[2]).strip()
 
 
-def _asked(task: Task, tasks: Sequence[Task], frame: str) -> Asked:
-    golds = tuple(written(answer) for answer in task.ground_truth)
+def _asked(task: Task, tasks: Sequence[Task], form: Form) -> Asked:
+    golds = form.golds(task)
     mine = {normalize_answer(answer) for answer in golds}
     draw = random.Random(task.id)
     others: dict[str, str] = {}
     for other in draw.sample(tasks, min(len(tasks), 4 * OTHERS)):
-        answer = written(other.ground_truth[0])
+        answer = next(iter(form.golds(other)), "")
         key = normalize_answer(answer)
         if key and not any(key in known or known in key for known in mine | others.keys()):
             others[key] = answer
-    return Asked(task, golds, tuple(others.values())[:OTHERS], frame)
+    return Asked(task, golds, tuple(others.values())[:OTHERS], form.frame)
 
 
 def _among_others(asked: Asked) -> list[str]:

@@ -98,12 +98,17 @@ def checks_of(task: Task) -> list[Check]:
 def program_of(episode: Episode) -> Answer:
     """The last fenced block of the policy's last turn, outside thoughts; Python ones before others."""
     text = outside_thoughts(episode.final_text)
-    blocks = [(found[2].lower(), found[3]) for found in _BLOCK.finditer(text)]
-    python = [code for language, code in blocks if language in ("python", "python3", "py")] or [c for _, c in blocks]
+    python = fenced_programs(text)
     if not python:
         unclosed = "```" in text
         return Answer(problem="malformed_answer" if unclosed else "no_answer")
     return Answer(python[-1]) if python[-1].strip() else Answer(problem="empty_answer")
+
+
+def fenced_programs(text: str) -> list[str]:
+    """The fenced blocks of a text: the Python ones, or all where none says that it is."""
+    blocks = [(found[2].lower(), found[3]) for found in _BLOCK.finditer(text)]
+    return [code for language, code in blocks if language in ("python", "python3", "py")] or [c for _, c in blocks]
 
 
 class CodeReward:

@@ -451,6 +451,8 @@ class Engine:
         request.ids.append(token)
         request.logprobs.append(logprob)
         request.versions.append(self._version)
+        if request.hear is not None:
+            request.hear(token, logprob)
         return ends(request)
 
     def _retire(self, request: Request) -> None:

@@ -38,7 +38,7 @@ from typing import Any, Literal
 import torch
 
 from posttrain.sampler.engine import Engine
-from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.protocol import Hear, Sampled, SamplingParams
 from posttrain.sampler.requests import EngineLimits, Request, SamplerStats, fail_all, new_request, refuse_truncation
 from posttrain.sampler.side_by_side import Track
 from posttrain.sampler.stopping import Stops
@@ -123,12 +123,30 @@ class NativeSampler:
 
         Raises ValueError for a request that cannot be served and SamplerError when the engine fails.
         """
+        return await self._sample(ids, params, None, seed=seed, session=session)
+
+    async def stream(
+        self, ids: Sequence[int], params: SamplingParams, hear: Hear, *, seed: int, session: str | None = None
+    ) -> Sampled:
+        """See `StreamingSampler`."""
+        loop = asyncio.get_running_loop()
+
+        def tell(token: int, logprob: float) -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(hear, token, logprob)
+
+        return await self._sample(ids, params, tell, seed=seed, session=session)
+
+    async def _sample(
+        self, ids: Sequence[int], params: SamplingParams, hear: Hear | None, *, seed: int, session: str | None
+    ) -> Sampled:
         self._check(params)
         rule = self._stops.rule(params)
         context = self.engines[0].limits.max_context
         request = new_request(
             ids, params, seed=seed, session=session, rule=rule, max_context=context, vocabulary=self._vocabulary
         )
+        request.hear = hear
         self.engines[0].check_fits(request)
         self._bind(asyncio.get_running_loop())
         track = self._home(request)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from posttrain.trajectory import StopReason
 
@@ -53,6 +53,9 @@ class Sampled:
     stop: int | str | None = None  # which id or string stopped it
 
 
+Hear = Callable[[int, float], None]  # told a token and its log-prob
+
+
 class Sampler(Protocol):
     """Anything that continues token lists.
 
@@ -71,4 +74,15 @@ class Sampler(Protocol):
 
     def release(self, session: str) -> None:
         """The episode is over: what was cached for it may go."""
+        ...
+
+
+@runtime_checkable
+class StreamingSampler(Protocol):
+    """A `Sampler` that can tell each token when it is sampled."""
+
+    async def stream(
+        self, ids: Sequence[int], params: SamplingParams, hear: Hear, *, seed: int, session: str | None = None
+    ) -> Sampled:
+        """The very `sample`; meanwhile `hear` is told every token, on the caller's event loop, all before the end."""
         ...

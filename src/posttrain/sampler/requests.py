@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from posttrain.sampler.draw import DrawSettings
-from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.protocol import Hear, Sampled, SamplingParams
 from posttrain.sampler.randomness import stream_of
 from posttrain.sampler.slots import Slot
 from posttrain.sampler.stopping import StopRule
@@ -36,6 +36,7 @@ class Request:
     slot: Slot | None = None  # None while it waits
     forked_from: Request | None = None  # the same ids are being prefilled there: only the last logits are shared
     result: Sampled | None = None
+    hear: Hear | None = None  # told every token, on the thread of the engine
 
     @property
     def generated(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.protocol import Hear, Sampled, SamplingParams
 from posttrain.sampler.randomness import uniform
 from posttrain.sampler.stopping import Stops
 from posttrain.trajectory import StopReason
@@ -36,7 +36,8 @@ class ScriptedSampler:
 
     A turn is cut at the first stop or at `max_new_tokens`. One that runs out earlier ends with a stop id: `end_id`, or
     the smallest of the request's; it is an error when there is none.
-    `delay` seconds are slept before each answer: a slow engine, for tests of limits.
+    `delay` seconds are slept before each answer, or, where it is streamed, while its tokens are told: a slow engine,
+    for tests of limits.
     """
 
     def __init__(
@@ -62,22 +63,37 @@ class ScriptedSampler:
         self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
     ) -> Sampled:
         """Raises ValueError for an empty prompt, and IndexError when a list of turns has no more."""
+        call, version = self._called(ids, params, seed, session), self.version
+        await asyncio.sleep(self._seconds(call))
+        return self._answer(call, version)
+
+    async def stream(
+        self, ids: Sequence[int], params: SamplingParams, hear: Hear, *, seed: int, session: str | None = None
+    ) -> Sampled:
+        """See `StreamingSampler`; raises as `sample` does."""
+        call = self._called(ids, params, seed, session)
+        sampled = self._answer(call, self.version)
+        for token, logprob in zip(sampled.ids, sampled.logprobs, strict=True):
+            await asyncio.sleep(self._seconds(call) / len(sampled.ids))
+            hear(token, logprob)
+        return sampled
+
+    def _called(self, ids: Sequence[int], params: SamplingParams, seed: int, session: str | None) -> ScriptedCall:
         if not ids:
             raise ValueError("cannot continue an empty list of ids")
-        call = ScriptedCall(
-            ids=tuple(ids),
-            params=params,
-            seed=seed,
-            session=session,
-            turn=0 if session is None else self._turns[session],
-        )
+        turn = 0 if session is None else self._turns[session]
+        call = ScriptedCall(ids=tuple(ids), params=params, seed=seed, session=session, turn=turn)
         self.calls.append(call)
         if session is not None:
             self._turns[session] += 1
-        version = self.version
-        await asyncio.sleep(self._delay(call) if callable(self._delay) else self._delay)
-        new, reason, stop = self._cut(self._tokens(call), params)
-        logprobs = [made_up_logprob(seed, index) for index in range(len(new))]
+        return call
+
+    def _seconds(self, call: ScriptedCall) -> float:
+        return self._delay(call) if callable(self._delay) else self._delay
+
+    def _answer(self, call: ScriptedCall, version: int) -> Sampled:
+        new, reason, stop = self._cut(self._tokens(call), call.params)
+        logprobs = [made_up_logprob(call.seed, index) for index in range(len(new))]
         return Sampled(ids=new, logprobs=logprobs, versions=[version] * len(new), stop_reason=reason, stop=stop)
 
     def release(self, session: str) -> None:

@@ -25,6 +25,7 @@ class CallParser:
     After MAX_CALLS attempts the rest of the turn is not read: it becomes one attempt, OVER_BUDGET.
 
     A `</think>` that closes nothing shows that the prompt had opened the thought: what stood before it is withdrawn.
+    withdraws: False where it is known whether the prompt did, and nobody takes back what was told.
     """
 
     def __init__(
@@ -34,11 +35,14 @@ class CallParser:
         *,
         in_thought: bool = False,
         thought: tuple[str, str] | None = THINK,
+        withdraws: bool = True,
     ) -> None:
         self._syntax = syntax
         self._signatures = signatures
         self._thought = thought
         self._in_thought = in_thought and thought is not None
+        self._withdraws = withdraws
+        self._call_from: int | None = None  # where what may be a call begins, while it is read
         self._found: list[Found] = []
         self._told = 0  # of them, by `feed`
         self._hidden: list[tuple[int, int]] = []  # thoughts and calls
@@ -57,6 +61,11 @@ class CallParser:
         next(self._run)
         new, self._told = self._found[self._told :], len(self._found)
         return [self._judged(found, None) for found in new]
+
+    @property
+    def settled(self) -> int:
+        """So many characters are read: what follows cannot make a call of them, or of more than `feed` has told."""
+        return self._scan.position if self._call_from is None else self._call_from
 
     def finish(self, stop_reason: StopReason | None = None) -> Parsed:
         """The turn is over. An open call is TRUNCATED if it was cut, MALFORMED if the policy ended it there."""
@@ -90,7 +99,7 @@ class CallParser:
         yield  # the first text comes with `feed`
         scan, thought = self._scan, self._thought
         closing = Lookout(thought[1:] if thought else ())
-        fresh, began, seen_thought = True, 0, self._in_thought
+        fresh, began, seen_thought = True, 0, self._in_thought or not self._withdraws
         while True:
             if self._in_thought and thought:
                 if not (yield from scan.until(closing)):
@@ -128,7 +137,9 @@ class CallParser:
                 return
 
     def _read(self, opener: str, start: int) -> Wait[None]:
+        self._call_from = start
         found = yield from self._syntax.read(self._scan, opener, start)
+        self._call_from = None
         self._found += found
         if found:
             self._hidden.append((start, self._scan.position))
