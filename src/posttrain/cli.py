@@ -172,7 +172,8 @@ def generate(
     if as_json:
         typer.echo(json.dumps(done.as_dict()))
     else:
-        typer.echo(f"{done.written} answers written to {done.out}, {done.kept} were there, {done.invalid} invalid")
+        counts = f"{done.kept} were there, {done.invalid} invalid, {done.unanswered} without a tagged answer"
+        typer.echo(f"{done.written} episodes written to {done.out}, {counts}")
 
 
 @app.command()
@@ -363,6 +364,7 @@ def chat(
     ] = None,
     env: Annotated[str | None, typer.Option(help="Of several envs the one that is asked.")] = None,
     save: Annotated[Path | None, typer.Option(help="A new parquet file for the trajectories.")] = None,
+    you: Annotated[bool, typer.Option("--you", help="You are the user whom the env would simulate.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Ask a model and watch it: its words in green, what it reads dimmed, its calls and what they found, the answer."""
@@ -375,7 +377,8 @@ def chat(
     target = find_target(model, [*(settings or ()), *given], config=config, checkpoint=checkpoint)
     show = None if as_json else partial(_print, end="")
     refused = False
-    with Chat.open(target, task=task, env=env, judged=answer is not None) as opened:
+    person = _person(shown=not as_json) if you else None
+    with Chat.open(target, task=task, env=env, judged=answer is not None, person=person) as opened:
         one = question is not None or opened.task is not None
         for asked in [question or ""] if one else _questions():
             try:
@@ -393,15 +396,57 @@ def chat(
         raise typer.Exit(1)
 
 
+@app.command()
+def show(
+    place: Annotated[Path, typer.Argument(help="A run directory, a folder of trajectories, or one parquet file.")],
+    step: Annotated[int | None, typer.Option(help="Of the run.")] = None,
+    task: Annotated[str | None, typer.Option(help="The id of the task, or its end behind a /.")] = None,
+    env: Annotated[str | None, typer.Option(help="As the rows name it.")] = None,
+    source: Annotated[str | None, typer.Option(help="Of the data.")] = None,
+    reward: Annotated[str | None, typer.Option(help="Bounds: '>=0.5', '=1', '>0,<1'.")] = None,
+    outcome: Annotated[str | None, typer.Option(help="score, invalid, abstain, or the reason of invalid ones.")] = None,
+    text: Annotated[str | None, typer.Option(help="What must stand in it.")] = None,
+    order: Annotated[Literal["file", "best", "worst"], typer.Option(help="By reward, or as they were saved.")] = "file",
+    most: Annotated[int, typer.Option("--most", "-n", min=1, help="How many are shown.")] = 3,
+    tokens: Annotated[bool, typer.Option("--tokens", help="A line per token, with its numbers.")] = False,
+    model: Annotated[str | None, typer.Option(help="Whose tokenizer reads the ids; default the run's.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show saved trajectories in colours that say who wrote what, with rewards, calls and advantages."""
+    from posttrain.loops.saved import Wanted, find
+
+    named = {"step": step, "task": task, "env": env, "source": source, "outcome": outcome, "text": text}
+    found = find(place, Wanted(**named, reward=reward, order=order, most=most), model=model)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+        return
+    for piece in found.render(by_token=tokens):
+        _print(piece, end="")
+
+
 def _questions() -> Iterator[str]:
-    """Lines of standard input that hold something; a person gets a prompt."""
-    while True:
-        try:
-            line = input("\nquestion> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
+    """Lines of standard input that hold something."""
+    while (line := _line("question")) is not None:
         if line.strip():
             yield line.strip()
+
+
+def _person(*, shown: bool) -> Any:
+    """Who sits at the keyboard. shown: what the policy says is shown anyway."""
+    from posttrain.loops.person import HELP, Person
+
+    tell = partial(typer.echo, err=True)
+    if sys.stdin.isatty():
+        tell(f"you are the user: {HELP}")
+    return Person(lambda: _line("you"), None if shown else tell, tell)
+
+
+def _line(prompt: str) -> str | None:
+    """The next line of standard input, None at its end; a person gets a prompt."""
+    try:
+        return input(f"\n{prompt}> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
 
 
 @app.command()

@@ -11,8 +11,10 @@ import pytest
 from rich.text import Text
 
 from posttrain.config import ConfigError, EvalRunConfig, parse_config
-from posttrain.loops.build import load_renderer, make_stage
+from posttrain.data import DataError
+from posttrain.loops.build import load_part, load_renderer, make_stage
 from posttrain.loops.chat import Chat, answer_of, check_request, find_task, task_of
+from posttrain.loops.person import HELP, Person
 from posttrain.loops.target import find_target
 from posttrain.loops.watch import CALL_STYLE, FAILED_STYLE, OTHER_CONVERSATION, READ_STYLE, documents_in
 from posttrain.runs.trajectories import read_trajectories
@@ -45,12 +47,12 @@ async def agent(task, base_url, api_key):
 '''
 
 
-def agent(script: Any, folder: Path, *, judged: bool = False, **sections: Any) -> Chat:
+def agent(script: Any, folder: Path, *, judged: bool = False, person: Person | None = None, **sections: Any) -> Chat:
     """A chat with the agent of `sections`; its policy follows a script."""
     (folder / "tools.py").write_text(TOOLS)
     config = parse_config(EvalRunConfig, {"model": {"path": "tiny_search_base"}, "data": {}} | sections)
     stage = make_stage(config, load_renderer(config), [task_of("?", config)], judged=judged)
-    return Chat(config, stage, ScriptedSampler(script, stage.tokenizer))
+    return Chat(config, stage, ScriptedSampler(script, stage.tokenizer), person=person)
 
 
 def with_tools(folder: Path, **env: Any) -> dict[str, Any]:
@@ -122,6 +124,39 @@ def test_a_simulated_user_answers_and_the_reward_judges(tmp_path):
         assert "That is not correct" in "".join(piece.plain for piece in shown)
         unknown = chat.ask("6 x 7?")
     assert unknown.invalid is not None, "this user checks, and nobody told it what is right"
+
+
+def person(*lines: str) -> tuple[Person, list[str], list[str]]:
+    """Types the lines, and then nothing more; (what it was told, what it was complained about)."""
+    left, told, complaints = list(lines), list[str](), list[str]()
+    return Person(lambda: left.pop(0) if left else None, told.append, complaints.append), told, complaints
+
+
+def test_a_person_sits_in_the_simulated_users_place(tmp_path):
+    sections = {
+        "env": {"name": "interaction", "options": {"default": "correcting", "max_turns": 2}},
+        "limits": {"call_seconds": 0.05, "turn_seconds": 10.0},
+    }
+    me, told, complaints = person("Why?", "/rewrd 1", "/reward 0.5", "And then?", "/reward 1", "")
+    with agent(["Because.", "So.", "The end."], tmp_path, person=me, **sections) as chat:
+        reply = chat.ask("Is it?")
+        chat.save(tmp_path / "kept.parquet")
+        over = chat.ask("Still there?")
+    assert told[:3] == ["Because.", "So.", "The end."]
+    assert complaints == ["/rewrd 1 is not understood: " + HELP]
+    text = "".join(segment.text for segment in reply.episode.segments)
+    assert text.index("Because.") < text.index("Why?") < text.index("So.") < text.index("And then?")
+    assert reply.episode.turn_rewards == (0.0, 0.5, 1.0)
+    assert (reply.invalid, over.invalid) == (None, None), "who types nothing more has left"
+    (saved,) = read_trajectories(tmp_path / "kept.parquet")
+    assert sum(saved.rewards or ()) == 1.5
+
+
+def test_a_person_needs_the_place_of_a_simulated_user(tmp_path):
+    (tmp_path / "c.yaml").write_text(json.dumps({"model": {"path": "tiny_search_base"}, "data": {}}))
+    me, _, _ = person()
+    with pytest.raises(ConfigError, match=r"--you takes the place of a simulated user, and the env single_turn.*none"):
+        Chat.open(find_target(f"{tmp_path}/c.yaml", ["env.name=single_turn"]), person=me)
 
 
 def test_an_external_agent_is_watched_too(tmp_path):
@@ -221,3 +256,44 @@ def test_titles_are_found_in_both_forms():
     text = '<information>Doc 1(Title: "Rome (city)") Old.\nDoc 2(Title: Oslo) New.</information>'
     assert [found.title for found in documents_in(text)] == ["Rome (city)", "Oslo"]
     assert documents_in("Doc 1 was lost") == []
+
+
+def test_a_person_speaks_in_the_middle_of_a_task_of_the_data(tmp_path):
+    """The row names its user; who sits in that place need not know it."""
+    row = {
+        "id": "1",
+        "question": "6 x 7?",
+        "answer": "42",
+        "interaction_kwargs": {"name": "scripted", "lines": ["No."]},
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    sections = {"model": {"path": "tiny_search_base"}, "data": {"eval": f"{tmp_path}/rows.jsonl"}}
+    (tmp_path / "c.yaml").write_text(json.dumps(sections | {"env": {"name": "interaction"}, "reward": {"name": "env"}}))
+    target = find_target(f"{tmp_path}/c.yaml", ["limits.max_turn_tokens=4"])
+    me, told, _ = person("Yes?", "/reward 1", "")
+    with Chat.open(target, task="1", person=me) as chat:
+        assert chat.task is not None
+        reply = chat.play(chat.task)
+    assert len(told) == 2
+    assert "Yes?" in "".join(segment.text for segment in reply.episode.segments)
+    assert isinstance(reply.outcome, Score)
+    assert reply.outcome.value == 1.0
+
+
+def test_a_row_whose_user_nobody_knows_stops_the_start(tmp_path):
+    rows = [
+        {"id": str(n), "question": "?", "answer": "4", "interaction_kwargs": {"name": "correcting"}} for n in range(3)
+    ]
+    rows[1]["interaction_kwargs"] = {"name": "corecting"}
+    rows[2]["interaction_kwargs"] = {"name": "scripted", "line": ["x"]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = {"model": {"path": "tiny_search_base"}, "data": {"eval": f"{tmp_path}/rows.jsonl"}}
+    config = parse_config(EvalRunConfig, sections | {"env": {"name": "interaction"}})
+    with pytest.raises(DataError) as caught:
+        load_part(config, "eval", load_renderer(config))
+    said = str(caught.value)
+    assert "2 of 3 rows cannot be used" in said
+    assert "rows.jsonl line 2: the env interaction cannot play it" in said
+    assert "names the interaction 'corecting', which is not known. Did you mean 'correcting'?" in said
+    assert "rows.jsonl line 3" in said
+    assert "takes lines; the row also gives line" in said

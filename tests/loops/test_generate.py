@@ -40,8 +40,20 @@ def test_every_prompt_is_answered_once_in_order(tmp_path: Path) -> None:
     assert [line["prompt"] for line in found] == [
         [{"role": "user", "content": f"Where was person {i} born?"}] for i in range(5)
     ]
-    assert all(line["turns"][-1]["by"] == "policy" and line["answer"] for line in found)
+    assert all(line["turns"][-1]["by"] == "policy" and line["text"] for line in found)
     assert all(line["policy_tokens"] <= 12 and line["model"] == "tiny_search_base" for line in found)
+
+
+def test_what_is_not_said_to_be_the_answer_is_none(tmp_path: Path) -> None:
+    env = {"name": "single_turn", "options": {"stop_strings": ["</answer>"]}}
+    for most, unanswered in ((48, 0), (4, 3)):
+        world, out = target(tmp_path, limits={"max_turn_tokens": most}, env=env), tmp_path / f"{most}.jsonl"
+        done = generate(world, prompts(tmp_path, 3), out)
+        assert done.as_dict()["unanswered"] == unanswered
+        for line in lines(out):
+            assert (line["answer"] is None) == (most == 4)
+            assert line["text"].startswith("<think>")
+            assert line["answer"] is None or f"<answer> {line['answer']} </answer>" in line["text"]
 
 
 def test_a_stopped_generation_goes_on_and_gives_the_same_file(tmp_path: Path) -> None:

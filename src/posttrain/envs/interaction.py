@@ -20,6 +20,8 @@ from posttrain.rewards.numeric import gsm8k
 from posttrain.task import EpisodeInvalid, Message, Score, Task
 from posttrain.trajectory import Episode, Segment, Source
 
+UNLIMITED_TURNS = 1 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
@@ -114,6 +116,7 @@ class InteractionEnv:
         for name in (*([default] if default else []), *self._options):
             self._known(name, "the env's options name")
         self._user: Interaction | None = None
+        self._seated: Interaction | None = None
         self._messages: list[Message] = []
         self._task: Task | None = None
 
@@ -121,9 +124,16 @@ class InteractionEnv:
         """Raises ValueError for a row whose user is not known, or does not take what the row gives it."""
         self._meant(task)
 
+    def seat(self, user: Interaction) -> None:
+        """`user` takes the place of whomever the row names, for as many turns as it likes."""
+        self._seated, self.max_turns = user, UNLIMITED_TURNS
+
     async def reset(self, task: Task) -> Observation:
-        factory, kwargs = self._meant(task)
-        self._user = factory(**kwargs)
+        if self._seated is None:
+            factory, kwargs = self._meant(task)
+            self._user = factory(**kwargs)
+        else:
+            self._user = self._seated
         self._task, self._messages = task, list(task.prompt)
         return Observation()
 

@@ -22,14 +22,16 @@ from posttrain.location import did_you_mean
 from posttrain.loops.build import (
     Stage,
     check_search,
+    env_to_look_at,
     eval_params,
     load_part,
     load_renderer,
     make_spec,
     make_stage,
-    tools_of,
+    schemas_of,
 )
-from posttrain.loops.collect import attach_outcome
+from posttrain.loops.collect import attach_outcome, origin_of
+from posttrain.loops.person import Person, check_has_user, with_person
 from posttrain.loops.samplers import close_sampler, ready_sampler
 from posttrain.loops.target import Target
 from posttrain.loops.watch import Show, Watched, WatchedEnv, cited, documents_read
@@ -107,9 +109,17 @@ class Chat:
     """
 
     def __init__(
-        self, config: EvalRunConfig, stage: Stage, sampler: Sampler, *, task: Task | None = None, step: int = 0
+        self,
+        config: EvalRunConfig,
+        stage: Stage,
+        sampler: Sampler,
+        *,
+        task: Task | None = None,
+        step: int = 0,
+        person: Person | None = None,
     ) -> None:
         self.task = task
+        self._person = person
         self._config = config
         self._stage = stage
         self._sampler = sampler
@@ -119,22 +129,34 @@ class Chat:
         self._runner = asyncio.Runner()
 
     @classmethod
-    def open(cls, target: Target, *, task: str | None = None, env: str | None = None, judged: bool = False) -> Self:
+    def open(
+        cls,
+        target: Target,
+        *,
+        task: str | None = None,
+        env: str | None = None,
+        judged: bool = False,
+        person: Person | None = None,
+    ) -> Self:
         """Loads retriever, tools and model. Raises each room's own error for what is wrong.
 
         task: id of a task of the data to be played. env: the one that questions are put to, where there are several.
         judged: load the rewards, for questions that come with an answer; a task of the data is judged anyway.
+        person: sits in the place of the simulated user.
         """
         config = target.config if env is None else _in_env(target.config, env)
         renderer = load_renderer(config)
         found = None if task is None else find_task(task, config, renderer)
         known = task_of("?", config) if found is None else found
-        tools_of(known.env or config.env.name, config, renderer)
+        looked_at = env_to_look_at(known.env or config.env.name, config)
+        schemas_of(known.env or config.env.name, looked_at, renderer)
+        if person is not None:
+            check_has_user(looked_at, known.env or config.env.name)
         stage = make_stage(config, renderer, [known], judged=judged or found is not None)
         try:
             check_search(stage)
             sampler = ready_sampler(config, stage.tokenizer, target.load_policy)
-            return cls(config, stage, sampler, task=found, step=target.step)
+            return cls(config, stage, sampler, task=found, step=target.step, person=person)
         except BaseException:
             stage.close()
             raise
@@ -146,6 +168,8 @@ class Chat:
     def play(self, task: Task, show: Show | None = None, *, question: str | None = None) -> Reply:
         """The same for a task."""
         spec = make_spec(self._config, self._stage, self._sampler, eval_params(self._config))
+        if self._person is not None:
+            spec = with_person(spec, self._person)
         if show is not None:
             spec = watched(spec, show)
         self._questions += 1
@@ -179,9 +203,15 @@ class Chat:
         parts = await rollout_episode(task, spec, group_id=group, sample=0, run_seed=self._config.run.seed, step=0)
         episode = episode_of(parts, spec.renderer)
         for part in parts:
-            part.info["extra"] = dict(task.extra)
-        if not isinstance(parts[-1].outcome, Invalid):
-            attach_outcome(parts, await self._judge(task, episode))
+            part.info |= origin_of(task)
+        if isinstance(parts[-1].outcome, Invalid):
+            return parts, episode
+        outcome = await self._judge(task, episode)
+        if isinstance(outcome, Abstain):  # what env or person gave to turns stays as it is
+            for part in parts:
+                part.outcome = outcome
+        else:
+            attach_outcome(parts, outcome)
         return parts, episode
 
     async def _judge(self, task: Task, episode: Episode) -> Outcome:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 from posttrain.rewards import Reward, RewardError, score_group
 from posttrain.rollout import RolloutSpec, episode_of, rollout_group, written_turns
@@ -94,9 +95,8 @@ async def _collect_group(draw: Draw, collector: Collector, step: int) -> list[Tr
         step=step,
         first_sample=draw.first_sample,
     )
-    if task.extra:
-        for trajectory in trajectories:
-            trajectory.info["extra"] = dict(task.extra)  # for whoever reads the log
+    for trajectory in trajectories:
+        trajectory.info |= origin_of(task)
     by_episode = [list(parts) for _, parts in groupby(trajectories, key=lambda t: t.episode_id)]
     judged = [parts for parts in by_episode if not isinstance(parts[-1].outcome, Invalid)]
     episodes = [episode_of(parts, collector.spec.renderer) for parts in judged]
@@ -108,6 +108,12 @@ async def _collect_group(draw: Draw, collector: Collector, step: int) -> list[Tr
     if collector.on_group is not None:
         collector.on_group()
     return trajectories
+
+
+def origin_of(task: Task) -> dict[str, Any]:
+    """Where an episode came from, for whoever reads the log: source, env where the row names one, further columns."""
+    env = {} if task.env is None else {"env": task.env}
+    return {"source": task.source, **env, **({"extra": dict(task.extra)} if task.extra else {})}
 
 
 async def _attach_greedy(trajectories: Sequence[Trajectory], draw: Draw, collector: Collector, step: int) -> None:

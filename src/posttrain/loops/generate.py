@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,17 @@ Watch = Callable[[int, int], None]  # told (tasks done, tasks in all)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What was done; `kept` episodes stood in the file before."""
+    """What was done; `kept` episodes stood in the file before. unanswered: of the written ones, those that gave no
+    answer in a form that says so; their last turn is in `text`."""
 
     out: Path
     written: int = 0
     kept: int = 0
     invalid: int = 0
+    unanswered: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return {"out": str(self.out), "written": self.written, "kept": self.kept, "invalid": self.invalid}
+        return asdict(self) | {"out": str(self.out)}
 
 
 def generate(target: Target, file: str, out: Path, *, samples: int = 1, watch: Watch | None = None) -> Generated:
@@ -139,7 +141,8 @@ def _lines(task: Task, trajectories: Sequence[Trajectory], spec: RolloutSpec) ->
             "id": task.id,
             "sample": number,
             "prompt": list(task.prompt),
-            "answer": answer_of(episode, untagged=False) or episode.final_text.strip(),
+            "answer": answer_of(episode, untagged=False),
+            "text": episode.final_text.strip(),
             "turns": [{"by": segment.source.name.lower(), "text": segment.text} for segment in said],
             "calls": [
                 {"name": call.name, "arguments": call.arguments, "status": call.status.value} for call in episode.calls
@@ -160,7 +163,7 @@ class _Writer:
         self._out = out
         self._done = done
         self._kept = 0
-        self._written = self._invalid = 0
+        self._written = self._invalid = self._unanswered = 0
 
     def lacks(self, task: Task) -> bool:
         """Whether some sample of the task is still to be made; then all are made, and only the missing ones added."""
@@ -178,9 +181,16 @@ class _Writer:
                     )
                     self._written += 1
                     self._invalid += line["invalid"] is not None
+                    self._unanswered += line["invalid"] is None and line["answer"] is None
 
     def report(self) -> Generated:
-        return Generated(out=self._out, written=self._written, kept=self._kept, invalid=self._invalid)
+        return Generated(
+            out=self._out,
+            written=self._written,
+            kept=self._kept,
+            invalid=self._invalid,
+            unanswered=self._unanswered,
+        )
 
 
 def _read(out: Path, model: str) -> set[tuple[str, int]]:

@@ -71,9 +71,24 @@ def write_file(path: Path, step: int, trajectories: Sequence[Trajectory], texts:
     return path
 
 
-def read_trajectories(path: Path) -> list[Trajectory]:
-    """The trajectories of one file, equal to those that were written (but for values in `info` that JSON lacks)."""
-    return [_trajectory(row) for row in pq.read_table(path, schema=SCHEMA).to_pylist()]
+def read_trajectories(path: Path, rows: Sequence[int] | None = None) -> list[Trajectory]:
+    """The trajectories of one file, equal to those that were written (but for values in `info` that JSON lacks).
+
+    rows: only these, by their place in the file; None = all.
+    """
+    table = pq.read_table(path, schema=SCHEMA)
+    return [_trajectory(row) for row in (table if rows is None else table.take(list(rows))).to_pylist()]
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Some columns of one file, a dict per row. Raises ValueError for a file that is none of these."""
+    try:
+        found = pq.read_schema(path)
+        if missing := [name for name in SCHEMA.names if name not in found.names]:
+            raise ValueError(f"it has no column {', '.join(missing[:3])}")
+        return pq.read_table(path, columns=list(columns)).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no trajectories: {str(error).splitlines()[0]}") from error
 
 
 def _row(step: int, trajectory: Trajectory, text: str | None) -> dict[str, Any]:
