@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from posttrain.task import EpisodeInvalid
 from posttrain.tools import Tool, ToolError, ToolResult, ToolSpec
-from posttrain.tools.guards import Concurrent, Counted, Deadline, RateLimited, Redacted, Retrying
+from posttrain.tools.guards import Concurrent, Counted, Cut, Deadline, RateLimited, Redacted, Retrying
 from posttrain.trajectory import CallStatus
 
 BUSY = ToolError(CallStatus.FAILED, "busy", transient=True)
@@ -35,6 +36,8 @@ class Script:
         try:
             await asyncio.sleep(self.seconds)
             act = self.acts.pop(0) if self.acts else "done"
+            if isinstance(act, float):
+                await asyncio.sleep(act)
             if isinstance(act, BaseException):
                 raise act
             return act if isinstance(act, ToolResult) else ToolResult(text=act)
@@ -93,13 +96,63 @@ def test_transient_failures_are_tried_again_and_others_are_not():
     script = Script(BUSY, BUSY, "at last")
     tool = Retrying(script, retries=2, backoff_seconds=0.01)
     assert run(tool).text == "at last"
-    assert tool.retried == 2
+    assert tool.counters.retries == 2
+    assert BUSY.attempts == 1, "an error that is raised again is not changed"
     with pytest.raises(ToolError, match="busy"):
         run(Retrying(Script(BUSY, BUSY, BUSY, "too late"), retries=2, backoff_seconds=0))
     script = Script(BROKEN, "never")
     with pytest.raises(ToolError, match="broken"):
         run(Retrying(script, retries=2))
     assert len(script.started) == 1
+
+
+def tried(times: int) -> ToolError:
+    return ToolError(CallStatus.FAILED, "busy", transient=True, attempts=times)
+
+
+@pytest.mark.parametrize(
+    ("failures", "retries", "calls", "attempts"),
+    [
+        ([tried(3)], 2, 1, 3),  # the server has used the whole budget
+        ([tried(1)] * 3, 2, 3, 3),  # it retries nothing itself
+        ([tried(2)] * 2, 3, 2, 4),
+        ([tried(2)], 2, 1, 2),  # it would try twice again, and one is left
+        ([tried(5)], 0, 1, 5),
+    ],
+)
+def test_what_a_server_tried_itself_counts_as_tried(failures, retries, calls, attempts):
+    script = Script(*failures, "never")
+    tool = Retrying(script, retries=retries, backoff_seconds=0)
+    with pytest.raises(ToolError) as caught:
+        run(tool)
+    assert (len(script.started), caught.value.attempts) == (calls, attempts)
+    assert tool.counters.retries == attempts - 1
+
+
+def test_attempts_behind_a_result_are_counted_and_so_are_those_that_a_deadline_ended():
+    counted = Counted(Retrying(Script(tried(1), ToolResult(text="x", attempts=2)), retries=2, backoff_seconds=0))
+    assert run(counted).attempts == 3
+    slow = Retrying(Script(BUSY, BUSY, 60.0), retries=2, backoff_seconds=0)
+    with pytest.raises(ToolError, match="took longer"):
+        run(Deadline(slow, 0.2))
+    assert slow.counters.retries == 2
+
+
+def test_a_result_is_cut_to_its_limit_which_its_text_says():
+    documents = [{"id": str(n), "text": "é" * 40} for n in range(10)]
+    tool = Counted(Cut(Script(ToolResult(text="é" * 5000, data=documents), "short"), 500))
+    cut = run(tool)
+    assert cut.text.endswith("...(cut: this result has 10000 bytes, 500 are passed on)")
+    assert 490 <= len(cut.text.encode()) <= 500
+    assert cut.data == documents[: len(cut.data)]
+    assert 0 < len(cut.data) < 10
+    size = len(json.dumps(documents, ensure_ascii=False).encode())
+    kept = len(json.dumps(cut.data, ensure_ascii=False).encode())
+    assert kept <= 500
+    assert cut.bytes_cut == 10000 - 2 * cut.text.count("é") + size - kept
+    assert tool.counters.drain().bytes_cut == cut.bytes_cut
+    assert (run(tool).text, tool.counters.bytes_cut) == ("short", 0)
+    assert run(Cut(Script(ToolResult(text="x", data={"all": "y" * 600})), 500)).data is None
 
 
 def test_back_off_doubles_with_jitter_and_heeds_retry_after():

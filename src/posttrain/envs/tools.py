@@ -143,7 +143,8 @@ class ToolEnv:
         except ToolError as error:
             seconds = time.perf_counter() - started
             return attempt.record(status=error.status, detail=error.message, seconds=seconds), None
-        detail = "cached" if result.cached else ""
+        cut = f"{result.bytes_cut} bytes of the result cut" if result.bytes_cut else ""
+        detail = ", ".join(filter(None, ("cached" if result.cached else "", cut)))
         record = attempt.record(detail=detail, seconds=time.perf_counter() - started)
         return record, self.syntax.result(attempt.name, result.text, turn=turn)
 

@@ -51,7 +51,7 @@ def with_person(spec: RolloutSpec, person: Person) -> RolloutSpec:
 
     def make_env(task: Task) -> Env:
         env = spec.make_env(task)
-        check_has_user(env, task.env or "of the config")
+        assert isinstance(env, InteractionEnv), "checked by `check_has_user`"
         env.seat(person)
         return env
 

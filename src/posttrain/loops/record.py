@@ -264,6 +264,8 @@ def record_tools(metrics: Metrics, tools: Mapping[str, Counted]) -> None:
         metrics.record(f"tools/calls/{word(name)}", taken.calls)
         metrics.record(f"tools/cached/{word(name)}", taken.cached)
         metrics.record(f"tools/failed/{word(name)}", taken.failed)
+        metrics.record(f"tools/retries/{word(name)}", taken.retries)
+        metrics.record(f"tools/bytes_cut/{word(name)}", taken.bytes_cut)
         metrics.record(f"tools/seconds/{word(name)}", taken.seconds)
         for unit, amount in taken.cost.items():
             cost[unit] = cost.get(unit, 0.0) + amount

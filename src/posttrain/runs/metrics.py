@@ -67,6 +67,8 @@ METRICS: dict[str, Metric] = {
     "tools/calls/<name>": Metric("step", "sum", "calls of a tool, those from the cache included"),
     "tools/cached/<name>": Metric("step", "sum", "calls answered from the cache"),
     "tools/failed/<name>": Metric("step", "sum", "calls that gave no result"),
+    "tools/retries/<name>": Metric("step", "sum", "attempts beyond the first of a call, a tool server's included"),
+    "tools/bytes_cut/<name>": Metric("step", "sum", "bytes of results beyond limits.result_bytes"),
     "tools/seconds/<name>": Metric("step", "sum", "seconds in a tool, its waiting included", timing=True),
     "tools/cost/<unit>": Metric("step", "sum", "what all tools cost, by unit (requests, usd, ...)"),
     # groups

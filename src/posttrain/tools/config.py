@@ -13,7 +13,17 @@ from posttrain.location import LocationError, did_you_mean, is_location, locate
 from posttrain.sandbox import SandboxError
 from posttrain.tools.cache import Cached, Mode
 from posttrain.tools.function import FunctionTool
-from posttrain.tools.guards import Concurrent, Counted, Deadline, Described, RateLimited, Redacted, Retrying
+from posttrain.tools.guards import (
+    Concurrent,
+    Counted,
+    Counters,
+    Cut,
+    Deadline,
+    Described,
+    RateLimited,
+    Redacted,
+    Retrying,
+)
 from posttrain.tools.online.config import ONLINE, OnlineToolConfig, make_online_tool
 from posttrain.tools.online.service import NotConfigured
 from posttrain.tools.protocol import Tool
@@ -45,11 +55,12 @@ class ToolLimits(BaseModel):
 
     seconds: PositiveFloat | None = 60.0  # one call, its retries and its waiting for the rate limit included
     attempt_seconds: PositiveFloat | None = None  # one attempt; a longer one is retried
-    retries: NonNegativeInt = 2  # after transient failures: lost connections, busy servers
+    retries: NonNegativeInt = 2  # after transient failures; what a tool server retries itself counts, too
     backoff_seconds: float = Field(default=0.5, ge=0)  # before the first retry; doubles with every further one
     max_backoff_seconds: float = Field(default=30.0, ge=0)
     per_second: PositiveFloat | None = None  # calls on average
     burst: PositiveInt = 1  # calls that may come at once
+    result_bytes: PositiveInt = 1 << 20  # of a result's text, and of its data; the rest is cut, said and counted
     concurrency: PositiveInt | None = None  # calls at one time; None = no limit, 2 for functions in worker processes
 
 
@@ -132,19 +143,20 @@ def _built_in(config: ToolConfig) -> Tool:
 
 def guarded(tool: Tool, limits: ToolLimits, cache: CacheConfig) -> Counted:
     """The tool inside the guards that its limits ask for; see `posttrain.tools.guards` for their order."""
-    inner: Tool = Redacted(tool)
+    counters = Counters()
+    inner: Tool = Cut(Redacted(tool), limits.result_bytes)
     if limits.attempt_seconds is not None:
         inner = Deadline(inner, limits.attempt_seconds, transient=True)
     if limits.per_second is not None:
         inner = RateLimited(inner, limits.per_second, burst=limits.burst)
-    if limits.retries:
-        inner = Retrying(
-            inner,
-            retries=limits.retries,
-            backoff_seconds=limits.backoff_seconds,
-            max_backoff_seconds=limits.max_backoff_seconds,
-            patience=limits.seconds or PATIENCE,
-        )
+    inner = Retrying(
+        inner,
+        retries=limits.retries,
+        backoff_seconds=limits.backoff_seconds,
+        max_backoff_seconds=limits.max_backoff_seconds,
+        patience=limits.seconds or PATIENCE,
+        counters=counters,
+    )
     if limits.seconds is not None:
         inner = Deadline(inner, limits.seconds)
     concurrency = limits.concurrency or (WORKERS if isinstance(tool, FunctionTool) and tool.isolate else None)
@@ -152,7 +164,7 @@ def guarded(tool: Tool, limits: ToolLimits, cache: CacheConfig) -> Counted:
         inner = Concurrent(inner, concurrency)
     if cache.mode != "off":
         inner = Cached(inner, cache.path, cache.mode, failures=cache.failures)
-    return Counted(inner)
+    return Counted(inner, counters)
 
 
 def _located(config: ToolConfig) -> Any:

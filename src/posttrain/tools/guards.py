@@ -1,7 +1,8 @@
 """What is put around a tool: a deadline, retries, a rate limit, a limit on calls at one time, counters.
 
 Each guard is a Tool around a Tool, so they can be combined; `posttrain.tools.config` does it in this order, outermost
-first: Counted, Cached, Concurrent, Deadline (the whole call), Retrying, RateLimited, Deadline (one attempt), Redacted.
+first: Counted, Cached, Concurrent, Deadline (the whole call), Retrying, RateLimited, Deadline (one attempt), Cut,
+Redacted.
 Guards are shared by all episodes of a run, and may be used from several event loops, one after the other.
 """
 
@@ -93,8 +94,52 @@ class Deadline(Guard):
             raise ToolError(CallStatus.TIMEOUT, message, transient=self._transient) from None
 
 
+class Cut(Guard):
+    """Cuts text and data of a result to `most` bytes each (UTF-8; data as JSON); the text says what is missing."""
+
+    def __init__(self, tool: Tool, most: int) -> None:
+        super().__init__(tool)
+        self.most = most
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        result = await self.tool.call(arguments)
+        text, text_cut = self._text(result.text)
+        data, data_cut = self._data(result.data)
+        cut = text_cut + data_cut
+        return replace(result, text=text, data=data, bytes_cut=result.bytes_cut + cut) if cut else result
+
+    def _text(self, text: str) -> tuple[str, int]:
+        """(text, bytes cut); with the note, it has `most` bytes or fewer, if these are enough for the note."""
+        if 4 * len(text) <= self.most:  # no character has more than four bytes
+            return text, 0
+        encoded = text.encode("utf-8", "replace")
+        if len(encoded) <= self.most:
+            return text, 0
+        note = f"\n...(cut: this result has {len(encoded)} bytes, {self.most} are passed on)"
+        kept = encoded[: max(0, self.most - len(note))].decode("utf-8", "ignore")
+        return kept + note, len(encoded) - len(kept.encode())
+
+    def _data(self, data: Any) -> tuple[Any, int]:
+        """(data, bytes cut): of a list as many items as fit, of anything else all or nothing."""
+        if data is None or (size := _json_bytes(data)) <= self.most:
+            return data, 0
+        kept: list[Any] = []
+        left = self.most - 2  # its brackets
+        for item in data if isinstance(data, list) else ():
+            left -= _json_bytes(item) + 2
+            if left < 0:
+                break
+            kept.append(item)
+        return kept or None, size - (_json_bytes(kept) if kept else 0)
+
+
+def _json_bytes(data: Any) -> int:
+    return len(json.dumps(data, ensure_ascii=False, default=repr).encode("utf-8", "replace"))
+
+
 class Retrying(Guard):
-    """Calls again after a transient failure, at most `retries` times.
+    """Calls again after a transient failure, so that a call is tried at most `retries` + 1 times, whoever tries: what a
+    server has tried before it gave up (`ToolError.attempts`) counts, and is expected of it the next time.
 
     Waits backoff_seconds * 2^attempt, at most max_backoff_seconds, times a random factor in [0.5, 1.5]; or as long as
     the failure asked for (Retry-After), if that is longer. Asked for more than `patience` seconds, it gives up at once.
@@ -109,23 +154,35 @@ class Retrying(Guard):
         max_backoff_seconds: float = 30.0,
         patience: float = 3600.0,
         seed: int | None = None,
+        counters: Counters | None = None,
     ) -> None:
         super().__init__(tool)
         self.patience = patience
         self.retries, self.backoff_seconds, self.max_backoff_seconds = retries, backoff_seconds, max_backoff_seconds
-        self.retried = 0
+        self.counters = Counters() if counters is None else counters
         self._random = random.Random(seed)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        for attempt in range(self.retries):
-            try:
-                return await self.tool.call(arguments)
-            except ToolError as error:
-                if not error.transient or (error.retry_after or 0.0) > self.patience:
-                    raise
-                self.retried += 1
-                await asyncio.sleep(self.delay(attempt, error.retry_after))
-        return await self.tool.call(arguments)
+        begun = made = 0  # attempts begun here, and made in all
+        try:
+            while True:
+                begun += 1
+                try:
+                    result = await self.tool.call(arguments)
+                    made += result.attempts
+                    return replace(result, attempts=made)
+                except ToolError as error:
+                    made += error.attempts
+                    if self._is_final(error, made):
+                        raise error.after(made) from error
+                    wait = self.delay(begun - 1, error.retry_after)
+                await asyncio.sleep(wait)
+        finally:
+            self.counters.retries += max(begun, made) - 1
+
+    def _is_final(self, error: ToolError, made: int) -> bool:
+        too_late = (error.retry_after or 0.0) > self.patience
+        return not error.transient or too_late or made + error.attempts > self.retries + 1
 
     def delay(self, attempt: int, retry_after: float | None) -> float:
         backoff = min(self.max_backoff_seconds, self.backoff_seconds * 2.0**attempt)
@@ -178,10 +235,12 @@ class Counters:
     statuses: Counter[str] = field(default_factory=Counter[str])  # failures by status; "invalid" = ended the episode
     seconds: float = 0.0
     cost: Counter[str] = field(default_factory=Counter[str])  # by unit, as the results say
+    retries: int = 0  # attempts beyond the first of a call, here and by whoever serves the tool
+    bytes_cut: int = 0  # of results that were too long
 
     def drain(self) -> Counters:
-        taken = Counters(self.calls, self.cached, self.statuses, self.seconds, self.cost)
-        self.calls, self.cached, self.seconds = 0, 0, 0.0
+        taken = replace(self)
+        self.calls, self.cached, self.seconds, self.retries, self.bytes_cut = 0, 0, 0.0, 0, 0
         self.statuses, self.cost = Counter(), Counter()
         return taken
 
@@ -193,9 +252,9 @@ class Counters:
 class Counted(Guard):
     """Counts calls, and turns what a tool should not raise into ToolError(FAILED)."""
 
-    def __init__(self, tool: Tool) -> None:
+    def __init__(self, tool: Tool, counters: Counters | None = None) -> None:
         super().__init__(tool)
-        self.counters = Counters()
+        self.counters = Counters() if counters is None else counters
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         started = time.perf_counter()
@@ -214,6 +273,7 @@ class Counted(Guard):
         finally:
             self.counters.seconds += time.perf_counter() - started
         self.counters.cached += result.cached
+        self.counters.bytes_cut += result.bytes_cut
         for unit, amount in ({} if result.cached else result.cost).items():
             self.counters.cost[unit] += amount  # type: ignore[assignment]
         return result

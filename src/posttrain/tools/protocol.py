@@ -20,6 +20,7 @@ class ToolError(Exception):
     message: safe to show to the policy: no secret, no path of this machine.
     transient: the same call may well succeed later (a busy server, a lost connection); `retry_after` seconds from now
         at the earliest, when whoever refused it said so.
+    attempts: how often it was tried, here or by whoever served it.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class ToolError(Exception):
         *,
         transient: bool = False,
         retry_after: float | None = None,
+        attempts: int = 1,
     ) -> None:
         if status not in FAILURES:
             raise ValueError(f"a ToolError is one of {', '.join(sorted(FAILURES))}, got {status}")
@@ -37,13 +39,21 @@ class ToolError(Exception):
         self.message = message
         self.transient = transient
         self.retry_after = retry_after
+        self.attempts = attempts
+
+    def after(self, attempts: int) -> ToolError:
+        """The same error after so many attempts."""
+        again = _restored(self.status, self.message, self.transient, self.retry_after, attempts)
+        for note in getattr(self, "__notes__", ()):
+            again.add_note(note)
+        return again
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.status, self.message, self.transient, self.retry_after)
+        return _restored, (self.status, self.message, self.transient, self.retry_after, self.attempts)
 
 
-def _restored(status: CallStatus, message: str, transient: bool, retry_after: float | None) -> ToolError:
-    return ToolError(status, message, transient=transient, retry_after=retry_after)
+def _restored(status: CallStatus, message: str, transient: bool, retry_after: float | None, attempts: int) -> ToolError:
+    return ToolError(status, message, transient=transient, retry_after=retry_after, attempts=attempts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +81,15 @@ class ToolResult:
     text: what the policy reads.
     data: the same for programs, JSON-able; search tools give a list of documents {id, title, text, url}.
     cost: what it took, by unit: {"requests": 1, "usd": 0.001}. A cached result cost nothing.
+    attempts: as of ToolError. bytes_cut: what a limit has taken from text and data.
     """
 
     text: str
     data: Any = None
     cost: Mapping[str, float] = field(default_factory=dict[str, float])
     cached: bool = False
+    attempts: int = 1
+    bytes_cut: int = 0
 
 
 @runtime_checkable

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastmcp import Client
+from fastmcp import Client, FastMCP
 from fastmcp.client.client import CallToolResult
 from pydantic import ValidationError
 
@@ -19,7 +20,8 @@ from posttrain.tools.config import ToolConfig
 from posttrain.tools.mcp.client import _error_of, _result_of
 from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.tools.mcp.offer import ToolOffer, close_tools, open_tools
-from posttrain.tools.mcp.server import build_server
+from posttrain.tools.mcp.opening import open_guarded_mcp_tools
+from posttrain.tools.mcp.server import build_server, serve_http
 from posttrain.tools.protocol import ToolError
 from posttrain.trajectory import CallStatus
 
@@ -55,6 +57,18 @@ def served(offer: dict[str, Any], action: Callable[[Call], Awaitable[None]]) -> 
     asyncio.run(run())
 
 
+@asynccontextmanager
+async def listening(server: FastMCP) -> AsyncIterator[str]:
+    """The URL of the server, which runs meanwhile."""
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    job = asyncio.ensure_future(serve_http(server, port=0, on_ready=url.set_result))
+    try:
+        yield await url
+    finally:
+        job.cancel()
+        await asyncio.wait([job])
+
+
 def google(stub: Stub, **more: Any) -> dict[str, Any]:
     return {"use": "google_search", "options": {"base_url": stub.url}, **more}
 
@@ -78,6 +92,55 @@ def test_a_busy_service_is_asked_again(stub: Stub):
         assert len(stub.requests) == 3
 
     served({"tools": [google(stub, limits={"retries": 2, "backoff_seconds": 0})]}, action)
+
+
+def test_a_run_does_not_try_again_what_the_server_has_tried(stub: Stub):
+    """Two sides with two retries each ask three times, not nine."""
+    stub.on("/search", Reply("busy", status=503))
+
+    async def run() -> None:
+        tools = await open_tools(ToolOffer.model_validate({"tools": [google(stub, limits=limits)]}))
+        async with listening(build_server(tools)) as url:
+            (tool,) = await open_guarded_mcp_tools([McpServerConfig.model_validate({"url": url, "limits": limits})])
+            with pytest.raises(ToolError, match="503") as caught:
+                await tool.call({"query": "ada"})
+            assert (caught.value.transient, caught.value.attempts) == (True, 3)
+            assert len(stub.requests) == 3
+            assert (tool.counters.retries, tools[0].counters.retries) == (2, 2)
+            stub.on("/search", Reply("busy", status=503), FOUND)
+            assert (await tool.call({"query": "ada"})).attempts == 2
+            await tool.close()
+        await close_tools(tools)
+
+    limits = {"retries": 2, "backoff_seconds": 0}
+    asyncio.run(run())
+
+
+def test_a_huge_result_is_cut_before_it_is_sent(tmp_path: Path):
+    (tmp_path / "huge.py").write_text(HUGE)
+    location = f"{tmp_path}/huge.py:dump"
+    entry = {"location": location, "options": {"isolate": False}, "limits": {"result_bytes": 2000}}
+
+    async def action(call: Call) -> None:
+        answer = await call("dump", megabytes=50)
+        assert len(str(answer.content)) + len(str(answer.structured_content)) < 6000
+        found = _result_of(answer)
+        assert found.text.endswith(f"...(cut: this result has {50 << 20} bytes, 2000 are passed on)")
+        assert found.bytes_cut >= (50 << 20) - 2000
+        assert _result_of(await call("dump", megabytes=0)).bytes_cut == 0
+
+    served({"tools": [entry]}, action)
+
+
+HUGE = '''
+async def dump(megabytes: int) -> str:
+    """Gives very much.
+
+    Args:
+        megabytes: how much
+    """
+    return "x" * (megabytes << 20)
+'''
 
 
 @pytest.mark.alone

@@ -153,8 +153,15 @@ def _result_of(answer: CallToolResult) -> ToolResult:
     data = answer.structured_content
     if ours is not None and isinstance(data, dict):
         data = data.get("data")
-    cost = (ours or {}).get("cost") or {}
-    return ToolResult(text=text_of(answer.content), data=data, cost=cost, cached=bool((ours or {}).get("cached")))
+    more = ours or {}
+    return ToolResult(
+        text=text_of(answer.content),
+        data=data,
+        cost=more.get("cost") or {},
+        cached=bool(more.get("cached")),
+        attempts=_count(more, "attempts", least=1),
+        bytes_cut=_count(more, "bytes_cut", least=0),
+    )
 
 
 def _error_of(answer: CallToolResult) -> ToolError | EpisodeInvalid:
@@ -163,8 +170,19 @@ def _error_of(answer: CallToolResult) -> ToolError | EpisodeInvalid:
         return EpisodeInvalid(ours["invalid"], redacted(text_of(answer.content)))
     status = ours.get("status")
     known = CallStatus(status) if status in set(FAILURES) else CallStatus.FAILED
-    wait = ours.get("retry_after")
-    return ToolError(known, redacted(text_of(answer.content)), transient=bool(ours.get("transient")), retry_after=wait)
+    return ToolError(
+        known,
+        redacted(text_of(answer.content)),
+        transient=bool(ours.get("transient")),
+        retry_after=ours.get("retry_after"),
+        attempts=_count(ours, "attempts", least=1),
+    )
+
+
+def _count(more: Mapping[str, Any], key: str, *, least: int) -> int:
+    """What a server of another make says under our key is not believed."""
+    value = more.get(key)
+    return max(least, value) if isinstance(value, int) else least
 
 
 def _ours(answer: CallToolResult) -> dict[str, Any] | None:

@@ -1,7 +1,8 @@
 """Our tools for any MCP client, over streamable HTTP or stdio.
 
 A failed call is an error result whose text says what the policy would read; `_meta.posttrain` carries the rest of a
-result (cost, cached) or an error (status, transient, retry_after), so that our own client loses nothing.
+result (cost, cached, attempts, bytes_cut) or an error (status, transient, retry_after, attempts), so that our own
+client loses nothing, and does not try again what was tried here.
 """
 
 from __future__ import annotations
@@ -47,14 +48,24 @@ class ServedTool(FastTool):
             result = await self._tool.call(arguments)
         except Exception as raised:  # a fault of the tool is an error result, never the end of the server
             return _failure(as_error(self.name, raised))
-        more = {"cost": dict(result.cost), "cached": result.cached}
+        more = {
+            "cost": dict(result.cost),
+            "cached": result.cached,
+            "attempts": result.attempts,
+            "bytes_cut": result.bytes_cut,
+        }
         return FastResult(content=result.text, structured_content={"data": result.data}, meta={OURS: more})
 
 
 def _failure(error: ToolError | EpisodeInvalid) -> FastResult:
     if isinstance(error, EpisodeInvalid):  # the episode cannot be judged: others are told that the call failed
         return FastResult(content=str(error), is_error=True, meta={OURS: {"invalid": error.reason}})
-    more = {"status": error.status.value, "transient": error.transient, "retry_after": error.retry_after}
+    more = {
+        "status": error.status.value,
+        "transient": error.transient,
+        "retry_after": error.retry_after,
+        "attempts": error.attempts,
+    }
     return FastResult(content=error.message, is_error=True, meta={OURS: more})
 
 
