@@ -32,6 +32,7 @@ LAYERS = {
     "sampler.stopping": 2,
     "sampler.scripted": 2,
     "trainer": 2,
+    "weights.adapters": 2,
     "weights.buckets": 2,
     "envs": 3,
     "sampler": 3,

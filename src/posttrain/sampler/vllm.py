@@ -37,8 +37,9 @@ from posttrain.sampler.requests import (
     refuse_truncation,
 )
 from posttrain.sampler.stopping import Stops
-from posttrain.sampler.vllm_engine import sampling_params, start_engine, stop_engine
+from posttrain.sampler.vllm_engine import adapter_request, sampling_params, start_engine, stop_engine
 from posttrain.trainer.policy import Policy
+from posttrain.weights.adapters import adapter_of, has_adapters
 from posttrain.weights.buckets import BUCKET_BYTES, Group, listen, open_group, send
 
 T = TypeVar("T")
@@ -56,10 +57,19 @@ class _Caller:
     future: asyncio.Future[Sampled]
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request inside the engine."""
+
+    request: Request
+    seed: int
+
+
 class VllmSampler:
     """A `Sampler` on an engine of its own for models like `policy`; weights that may be sampled from come by `load`.
 
     tokenizer: needed for stop strings only. options: vLLM's EngineArgs by name. truncation: as the native sampler's.
+    For a policy with adapters the engine takes these apart from the base, unless the option enable_lora is false.
     """
 
     def __init__(
@@ -78,20 +88,25 @@ class VllmSampler:
         self._thread = ThreadPoolExecutor(1, "vllm")
         self._orders: deque[Callable[[], None]] = deque()  # what the engine's thread does before its next step
         self._callers: dict[str, _Caller] = {}
-        self._in_engine: dict[str, Request] = {}  # touched on the engine's thread only
+        self._in_engine: dict[str, _Running] = {}  # touched on the engine's thread only
+        self._adapter: Any | None = None  # vLLM's name for the one that is in use
+        self._adapters = 0  # that came so far: each has a number of its own, by which vLLM tells prefixes apart
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._count = 0
         self._closed = False
         self.model_config, self.dtype = _config_of(policy), policy.dtype
+        adapted = has_adapters(policy.module) and options.get("enable_lora", True)
+        adapter = adapter_of(policy.module) if adapted else None
         try:
-            self._engine = self._on_thread(lambda: start_engine(policy.save, policy.dtype, options))
+            self._engine = self._on_thread(lambda: start_engine(policy.save, policy.dtype, options, adapter))
         except BaseException:
             self._thread.shutdown()
             raise
         self.max_context: int = self._engine.model_config.max_model_len
         self._workers: int = self._engine.vllm_config.parallel_config.world_size
         self.in_one_process = self._workers == 1
+        self.takes_adapters = adapter is not None
         self._group: Group | None = None
 
     async def sample(
@@ -133,23 +148,29 @@ class VllmSampler:
 
     def unmatched(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
         """(names without a tensor in the engine, tensors of the engine without a name), in Hugging Face layout."""
-        return self._rpc("posttrain_unmatched", list(names))[0]
+        return across_workers(names, self._rpc("posttrain_unmatched", list(names)))
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int, *, rank: int = 0) -> None:
         """New weights from this process, all of them; what was computed with the old ones is forgotten.
 
+        rank: > 0 for the factors of an adapter, which is used on top of the weights until others come.
         Requests that are open go on under the new weights, from the token at which they are.
         """
         if not self.in_one_process:
             raise SamplerError("the engine has several worker processes: weights reach them by files or by broadcast")
-        self._new_weights(version, lambda: self._collective("posttrain_load", tensors))
+        self._new_weights(version, rank, "posttrain_load", tensors)
 
-    def load_files(self, folder: str, version: int) -> None:
-        """As `load`, from safetensors in Hugging Face layout."""
-        self._new_weights(version, lambda: self._collective("posttrain_load_files", folder))
+    def load_files(self, folder: str, version: int, *, rank: int = 0) -> None:
+        """As `load`, from safetensors in Hugging Face layout, or peft's for an adapter."""
+        self._new_weights(version, rank, "posttrain_load_files", folder)
 
     def load_broadcast(
-        self, tensors: Sequence[tuple[str, Tensor]], version: int, bucket_bytes: int = BUCKET_BYTES
+        self,
+        tensors: Sequence[tuple[str, Tensor]],
+        version: int,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        rank: int = 0,
     ) -> None:
         """As `load`, by broadcasts to all workers: gloo, or NCCL where workers have GPUs of their own."""
         if self._group is None:
@@ -157,7 +178,7 @@ class VllmSampler:
         group = self._group
         with ThreadPoolExecutor(1, "weights") as sender:  # everybody takes part at the same time
             sent = sender.submit(send, tensors, group, bucket_bytes)
-            self._new_weights(version, lambda: self._collective("posttrain_load_broadcast"))
+            self._new_weights(version, rank, "posttrain_load_broadcast")
             sent.result()
 
     def _meet(self) -> Group:
@@ -267,17 +288,19 @@ class VllmSampler:
             self._orders.popleft()()
 
     def _submit(self, name: str, request: Request, seed: int) -> None:
+        """Also what was in the engine before and goes on: its draws are then other ones."""
         params = request.params
         settings = sampling_params(
-            max_tokens=request.limit - request.prompt_length,
+            max_tokens=request.limit - len(request.ids),
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            seed=seed & SEED_MASK,
+            seed=(seed + request.generated) & SEED_MASK,
             stop_token_ids=sorted(request.rule.ids),
         )
-        self._engine.add_request(name, {"prompt_token_ids": list(request.ids)}, settings)
-        self._in_engine[name] = request
+        prompt = {"prompt_token_ids": list(request.ids)}
+        self._engine.add_request(name, prompt, settings, lora_request=self._adapter)
+        self._in_engine[name] = _Running(request, seed)
 
     def _abort(self, names: list[str]) -> None:
         known = [name for name in names if self._in_engine.pop(name, None) is not None]
@@ -287,9 +310,10 @@ class VllmSampler:
     def _read(self, output: Any) -> tuple[str, Request] | None:
         """Appends what is new; (name, request) when that ends the turn."""
         name = output.request_id
-        request = self._in_engine.get(name)
-        if request is None:
+        running = self._in_engine.get(name)
+        if running is None:
             return None
+        request = running.request
         (part,) = output.outputs
         for token, found in zip(part.token_ids, part.logprobs or (), strict=True):
             request.ids.append(token)
@@ -312,7 +336,7 @@ class VllmSampler:
         self.stats.requests += 1
         self.stats.tokens_generated += request.generated
         self.stats.tokens_reused += reused
-        self.stats.tokens_prefilled += request.prompt_length - reused
+        self.stats.tokens_prefilled += max(request.prompt_length - reused, 0)
         self.stats.cache_hits += reused > 0
 
     def _reset(self) -> None:
@@ -320,16 +344,30 @@ class VllmSampler:
         if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._in_engine)):
             raise SamplerError("vLLM did not drop its prefix cache: what it holds is of the old weights")
 
-    def _new_weights(self, version: int, transfer: Callable[[], Any]) -> None:
+    def _new_weights(self, version: int, rank: int, method: str, *sent: Any) -> None:
         def exchange() -> None:
             self._obey()
             self.version = NO_WEIGHTS  # should the transfer fail, half of the weights are of no version
-            transfer()
+            adapter = None
+            if rank:
+                self._adapters += 1
+                adapter = adapter_request(self._adapters)
+                self._collective(method, *sent, (self._adapters, rank))
+            else:
+                self._collective(method, *sent)
+            self._use(adapter)
             self._reset()
             self.version = version
             self.stats.flushes += 1
 
         self._on_thread(exchange)
+
+    def _use(self, adapter: Any | None) -> None:
+        """Requests in the engine have an adapter for good: those that are open begin anew, at the token they are at."""
+        changed, self._adapter = adapter is not self._adapter, adapter
+        for name, running in list(self._in_engine.items()) if changed else []:
+            self._engine.abort_request([name])
+            self._submit(name, running.request, running.seed)
 
     def _collective(self, method: str, *args: Any) -> list[Any]:
         return self._engine.collective_rpc(method, args=args)
@@ -345,3 +383,12 @@ def _config_of(policy: Policy) -> Any:
     config.architectures = [type(module).__name__]
     config.dtype = str(policy.dtype).removeprefix("torch.")
     return config
+
+
+def across_workers(
+    names: Sequence[str], answers: Sequence[tuple[Sequence[str], Sequence[str]]]
+) -> tuple[list[str], list[str]]:
+    """What no worker has a place for, and what any of them needs: with pipeline parallelism each has some layers."""
+    unknown = set(names).intersection(*(answer[0] for answer in answers))
+    missing = dict.fromkeys(name for answer in answers for name in answer[1])
+    return [name for name in names if name in unknown], list(missing)

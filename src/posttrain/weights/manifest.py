@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from posttrain.trainer.policy import Policy
+from posttrain.weights.adapters import base_state, merged_state
 
 Named = tuple[str, Tensor]
 SHOWN = 3  # tensors that an error names
@@ -41,10 +42,15 @@ class Manifest:
 
     @classmethod
     def of_module(cls, module: nn.Module) -> Manifest:
+        """Without adapters: with them merged it has the same tensors."""
+        return cls.of_state(base_state(module))
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Tensor]) -> Manifest:
         tensors: dict[str, Spec] = {}
         tied: dict[str, str] = {}
         names: dict[int, str] = {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
+        for name, tensor in state.items():
             first = names.setdefault(id(tensor), name)
             if first != name:
                 tied[name] = first
@@ -87,16 +93,11 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def weights_of(policy: Policy) -> list[Named]:
-    """Every tensor once, in Hugging Face layout, sharing the policy's memory. Raises WeightMismatch for adapters."""
-    if hasattr(policy.module, "peft_config"):
-        raise WeightMismatch(
-            "the policy has adapters, whose tensors an engine with its own weights does not know: train with "
-            "sampler.engine=native"
-        )
-    seen: set[int] = set()
-    found: list[Named] = []
-    for name, tensor in policy.module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            found.append((name, tensor.detach()))
-            seen.add(id(tensor))
-    return found
+    """Every tensor once, in Hugging Face layout, in the policy's memory; adapters are merged into copies."""
+    return once(merged_state(policy.module))
+
+
+def once(state: dict[str, Tensor]) -> list[Named]:
+    """Tied tensors under their first name."""
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    return [(name, tensor.detach()) for name, tensor in state.items() if first[id(tensor)] == name]

@@ -3,6 +3,9 @@
 publish: manifest against the engine -> transfer -> caches dropped, version set -> a probe prompt is sampled, and its
 log-probs must be those of the trainer. What does not fit stops the run before anything is transferred; what arrived
 wrong, before anything is sampled with it.
+
+Of a policy with LoRA adapters only these move, after the base has moved once; to samplers that take no adapters the
+weights move with the adapters merged into them.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from posttrain.packing import pack
 from posttrain.sampler.protocol import Sampler, SamplingParams
 from posttrain.trainer.policy import Policy
 from posttrain.trajectory import Source, Trajectory
-from posttrain.weights.manifest import Manifest, refuse, weights_of
+from posttrain.weights.adapters import adapter_of, base_state, has_adapters, merged_state, write_adapter
+from posttrain.weights.manifest import Manifest, once, refuse
 
 Transport = Literal["auto", "memory", "disk", "broadcast"]
 PROBE_PROMPT = 40  # tokens; more than one block of an engine's cache
@@ -53,6 +59,20 @@ class Receiver(Sampler, Protocol):
     def load_broadcast(self, tensors: Sequence[tuple[str, Tensor]], version: int) -> None: ...
 
 
+@runtime_checkable
+class AdapterReceiver(Receiver, Protocol):
+    """One that may take adapters apart from the base: with `rank` its `load`s bring the factors of an adapter of that
+    rank (`load_files` a folder of peft's), which is used until the next one comes, or other weights."""
+
+    takes_adapters: bool
+
+    def load(self, tensors: Sequence[tuple[str, Tensor]], version: int, *, rank: int = 0) -> None: ...
+
+    def load_files(self, folder: str, version: int, *, rank: int = 0) -> None: ...
+
+    def load_broadcast(self, tensors: Sequence[tuple[str, Tensor]], version: int, *, rank: int = 0) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """A transfer: `seconds` of it without the probe; `probe_gap` is the largest difference of a log-prob."""
@@ -82,17 +102,26 @@ class Publisher:
         self.transport = transport if transport != "auto" else "memory" if sampler.in_one_process else "disk"
         self.max_gap = max_gap if max_gap is not None else MAX_GAP.get(policy.dtype, max(MAX_GAP.values()))
         self._wanted = Manifest.of_config(sampler.model_config, sampler.dtype)
-        check(Manifest.of_module(policy.module), self._wanted, sampler)
+        self._wanted_adapter = Manifest({}, {})
+        if self.sends_adapters:
+            self._wanted_adapter = Manifest.of_state(dict(adapter_of(policy.module).tensors))
+        check(Manifest.of_module(policy.module), self._wanted, sampler, self._wanted_adapter)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether the policy's adapters move apart from its base."""
+        apart = isinstance(self.sampler, AdapterReceiver) and self.sampler.takes_adapters
+        return apart and has_adapters(self.policy.module)
 
     async def publish(self) -> Published:
         """From now on the sampler samples from the policy as it is, at its version.
 
         Raises WeightMismatch naming a tensor that does not fit, and WeightError when the probe differs too much.
         """
-        manifest, tensors = Manifest.of_module(self.policy.module), weights_of(self.policy)
-        manifest.check_fits(self._wanted)
+        parts = self._parts()
         started = time.perf_counter()
-        TRANSPORTS[self.transport](self.policy, self.sampler, tensors)
+        for part in parts:
+            TRANSPORTS[self.transport](part, self.sampler, self.policy.version)
         seconds = time.perf_counter() - started
         gap = await probe(self.policy, self.sampler)
         if not gap <= self.max_gap:  # NaN, too
@@ -103,8 +132,43 @@ class Publisher:
                 "or old weights are still in use"
             )
         return Published(
-            version=self.policy.version, transport=self.transport, bytes=manifest.bytes, seconds=seconds, probe_gap=gap
+            version=self.policy.version,
+            transport=self.transport,
+            bytes=sum(part.bytes for part in parts),
+            seconds=seconds,
+            probe_gap=gap,
         )
+
+    def _parts(self) -> list[Part]:
+        """What is to be moved, in this order; compared with what the engine was made for."""
+        module = self.policy.module
+        if not self.sends_adapters:
+            return [self._weights(merged_state(module))]
+        base = [self._weights(base_state(module))] if self.sampler.version < 0 else []
+        adapter = adapter_of(module)
+        Manifest.of_state(dict(adapter.tensors)).check_fits(self._wanted_adapter)
+        return [*base, Part(adapter.tensors, adapter.rank)]
+
+    def _weights(self, state: dict[str, Tensor]) -> Part:
+        Manifest.of_state(state).check_fits(self._wanted)
+        return Part(once(state))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tensors that move together: all weights, or with a rank an adapter."""
+
+    tensors: list[tuple[str, Tensor]]
+    rank: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
+
+    @property
+    def how(self) -> dict[str, int]:
+        """Arguments that only samplers that take adapters know."""
+        return {"rank": self.rank} if self.rank else {}
 
 
 async def publish(policy: Policy, sampler: Receiver, **options: Any) -> Published:
@@ -112,10 +176,10 @@ async def publish(policy: Policy, sampler: Receiver, **options: Any) -> Publishe
     return await Publisher(policy, sampler, **options).publish()
 
 
-def check(manifest: Manifest, wanted: Manifest, sampler: Receiver) -> None:
+def check(manifest: Manifest, wanted: Manifest, sampler: Receiver, adapter: Manifest) -> None:
     """Against the model that the engine was made for, and against the tensors that the engine has made of it."""
     manifest.check_fits(wanted)
-    unknown, missing = sampler.unmatched(list(manifest.tensors))
+    unknown, missing = sampler.unmatched([*manifest.tensors, *adapter.tensors])
     refuse(
         [f"the engine has no place for {name}" for name in unknown]
         + [f"the engine needs {name}, which the policy lacks" for name in missing if name not in manifest.tied]
@@ -141,21 +205,25 @@ def probe_prompt(vocabulary: int) -> list[int]:
     return random.Random(0).choices(range(vocabulary), k=PROBE_PROMPT)
 
 
-def _by_memory(policy: Policy, sampler: Receiver, tensors: list[tuple[str, Tensor]]) -> None:
-    sampler.load(tensors, policy.version)
+def _by_memory(part: Part, sampler: Receiver, version: int) -> None:
+    sampler.load(part.tensors, version, **part.how)
 
 
-def _by_disk(policy: Policy, sampler: Receiver, tensors: list[tuple[str, Tensor]]) -> None:
+def _by_disk(part: Part, sampler: Receiver, version: int) -> None:
     with tempfile.TemporaryDirectory(prefix="posttrain-weights-") as folder:
-        policy.save(folder)
-        sampler.load_files(folder, policy.version)
+        if part.rank:
+            write_adapter(Path(folder), part.tensors, part.rank)
+        else:
+            here = {name: tensor.cpu().contiguous() for name, tensor in part.tensors}
+            save_file(here, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        sampler.load_files(folder, version, **part.how)
 
 
-def _by_broadcast(policy: Policy, sampler: Receiver, tensors: list[tuple[str, Tensor]]) -> None:
-    sampler.load_broadcast(tensors, policy.version)
+def _by_broadcast(part: Part, sampler: Receiver, version: int) -> None:
+    sampler.load_broadcast(part.tensors, version, **part.how)
 
 
-TRANSPORTS: dict[str, Callable[[Policy, Receiver, list[tuple[str, Tensor]]], None]] = {
+TRANSPORTS: dict[str, Callable[[Part, Receiver, int], None]] = {
     "memory": _by_memory,
     "disk": _by_disk,
     "broadcast": _by_broadcast,
