@@ -469,11 +469,13 @@ def _check_sampler(config: RLConfig) -> None:
     if config.sampler.engine == "server":
         raise key_error(
             "sampler.engine",
-            "a server's weights are its own: it answers for eval, generate and chat; train with native or vllm",
+            "a server's weights are its own: it answers for eval, generate and chat; train with native, vllm or "
+            "vllm_server, which gives a vLLM server the policy's weights",
         )
-    if config.sampler.engine == "vllm" and config.sampling.max_staleness is not None:
+    engine = config.sampler.engine
+    if engine != "native" and config.sampling.max_staleness is not None:
         raise key_error("sampling.max_staleness", "rollouts run ahead with the native engine only; leave it out")
-    if config.sampler.engine == "vllm" and config.trainer.ranks > 1:
-        raise key_error("sampler.engine", "vllm samples for a run on one rank; on several, use native")
+    if engine != "native" and config.trainer.ranks > 1:
+        raise key_error("sampler.engine", f"{engine} samples for a run on one rank; on several, use native")
     if config.sampler.engine != "native" and config.sampling.engines is not None:
         raise key_error("sampling.engines", "forwards side by side are the native engine's; leave it out")

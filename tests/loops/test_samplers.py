@@ -24,6 +24,7 @@ from posttrain.weights.publish import Publisher, WeightError
 from sampler.listening import listening
 from weights.own_copy import OwnCopy
 
+SERVED = ["sampler.engine=vllm_server", "sampler.url=http://127.0.0.1:1/v1"]
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/tiny_search.yaml"
 
 
@@ -77,12 +78,20 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
     ("overrides", "message"),
     [
         (["sampler.engine=server", "sampler.url=http://127.0.0.1:1/v1"], "a server's weights are its own"),
-        (["sampler.engine=server"], "sampler.url goes with sampler.engine: server"),
+        (["sampler.engine=server"], "sampler.url goes with sampler.engine: vllm_server or server"),
+        (["sampler.engine=vllm_server"], "sampler.url goes with sampler.engine: vllm_server or server"),
         (["sampler.engine=vllm", "sampling.engines=2"], "forwards side by side are the native engine's"),
         (["sampler.engine=vllm", "sampling.max_staleness=1"], "run ahead with the native engine only"),
         (["sampler.engine=vllm", "trainer.ranks=2"], "vllm samples for a run on one rank"),
         (["sampler.options.max_bath=3"], r"no option of the engine native; did you mean max_batch\?"),
         (["sampler.transport=disk"], "go with sampler.engine: vllm"),
+        (["sampler.folder=x"], "folder and max_probe_gap go with sampler.engine: vllm or vllm_server"),
+        (["sampler.engine=vllm", "sampler.folder=x", "sampler.transport=memory"], "goes with sampler.transport: disk"),
+        ([*SERVED, "sampler.transport=memory"], "memory does not reach a server"),
+        ([*SERVED, "sampler.options.kv_gib=1"], "no option of the engine vllm_server"),
+        ([*SERVED, "trainer.ranks=2"], "vllm_server samples for a run on one rank"),
+        ([*SERVED, "sampling.max_staleness=1"], "run ahead with the native engine only"),
+        ([*SERVED, "sampler.sleep=1"], "sampler.sleep goes with sampler.engine: vllm"),
     ],
 )
 def test_sections_that_do_not_fit_are_refused(overrides: list[str], message: str) -> None:

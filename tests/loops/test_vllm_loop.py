@@ -49,3 +49,18 @@ def test_a_run_goes_on_from_its_checkpoint(run: rl.Run, tmp_path: Path) -> None:
         again.close()
     before, after = weights(run), weights(again)
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_sleeps_while_trained_samples_the_same(run: rl.Run, level: int, tmp_path: Path) -> None:
+    """On a CPU vLLM frees nothing; the order of things is that of a GPU."""
+    sleepy = rl.start(toy_config(tmp_path, sampler=SAMPLER | {"sleep": level}))
+    seen: list[tuple[bool, int]] = []
+    sleepy.on_row = lambda step, row: seen.append((sleepy.sampling.resting, sleepy.sampling.sampler.version))
+    try:
+        rl.train(sleepy)
+    finally:
+        sleepy.close()
+    assert seen == [(True, version if level == 1 else -1) for version in (0, 1)]
+    before, after = weights(run), weights(sleepy)
+    assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4

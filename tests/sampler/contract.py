@@ -31,6 +31,7 @@ class Case:
     end_id: int  # a control token that turns may end with
     stop_string: str  # one that turns reach within `reach` tokens from `prompt` under some of the seeds 0..19
     reach: int = 64
+    tolerance: float = 1e-5  # of log-probs
 
 
 class SamplerContract:
@@ -61,7 +62,7 @@ class SamplerContract:
         alone = together(case.sampler.sample(case.prompt, params, seed=3))[0]
         among = self.turns(case, params, seeds=[9, 3, 11, 4])[1]
         assert (alone.ids, alone.stop_reason) == (among.ids, among.stop_reason)
-        assert alone.logprobs == pytest.approx(among.logprobs, abs=1e-5)
+        assert alone.logprobs == pytest.approx(among.logprobs, abs=case.tolerance)
 
     def test_length_is_reported_when_nothing_else_stopped_it(self, case: Case) -> None:
         for sampled in self.turns(case, SamplingParams(max_new_tokens=1)):
@@ -143,7 +144,6 @@ class ModelCase(Case):
 
     policy: Policy
     update: Callable[[], None]
-    tolerance: float = 1e-5
     max_context: int = 512
 
     def logits(self, ids: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:

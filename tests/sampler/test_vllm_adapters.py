@@ -16,7 +16,7 @@ from posttrain.trainer.policy import Policy
 from posttrain.weights.adapters import AdapterError, adapter_of
 from posttrain.weights.manifest import Manifest, WeightMismatch
 from posttrain.weights.publish import Publisher, WeightError, publish
-from weights.test_adapters import adapted
+from weights.lora import adapted
 
 from .tiny import WIDE_CONFIGS, Played, gap, play, policy, prompt, together, tokenizer
 
@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
     pytest.mark.filterwarnings("ignore"),  # of vllm's imports
 ]
+LIMIT = 1e-3 if torch.cuda.is_available() else 1e-4  # of log-probs, in float32
 SMALL = {"kv_cache_memory_bytes": 1 << 27}
 
 
@@ -59,10 +60,10 @@ def test_only_the_adapter_moves_and_is_sampled_from(pair: tuple[Policy, VllmSamp
         trained(model)
         done = asyncio.run(publisher.publish())
         assert (done.version, sampler.version) == (model.version, model.version)
-        assert done.probe_gap < 1e-4
+        assert done.probe_gap < LIMIT
         assert done.bytes == sum(p.numel() * 4 for _, p in model.parameters()) < Manifest.of_module(model.module).bytes
         after = played(sampler)
-        assert gap(model, after) < 1e-4
+        assert gap(model, after) < LIMIT
         assert gap(model, before) > 1e-2, "the update changed nothing: the case is badly made"
         assert {v for episode in after for _, turn in episode.turns for v in turn.versions} == {model.version}
 
@@ -107,7 +108,7 @@ def test_an_adapter_that_comes_in_the_middle_of_a_turn_goes_on_with_it(pair: tup
         versions=sampled.versions[-new:],
         stop_reason=sampled.stop_reason,
     )
-    assert gap(model, [Played(episode.ids, [(160 - new, late)])]) < 1e-4
+    assert gap(model, [Played(episode.ids, [(160 - new, late)])]) < LIMIT
 
 
 def test_an_old_adapter_is_found_by_the_probe(
@@ -120,7 +121,7 @@ def test_an_old_adapter_is_found_by_the_probe(
         patch.setattr(sampler, "load", lambda tensors, version, rank: setattr(sampler, "version", version))
         with pytest.raises(WeightError, match="differ from the trainer's"):
             asyncio.run(publisher.publish())
-    assert asyncio.run(publisher.publish()).probe_gap < 1e-4
+    assert asyncio.run(publisher.publish()).probe_gap < LIMIT
 
 
 def test_adapters_of_other_layers_or_ranks_are_refused_by_name(pair: tuple[Policy, VllmSampler]) -> None:
@@ -147,7 +148,7 @@ def test_without_enable_lora_the_merged_weights_move() -> None:
             trained(model)
             done = asyncio.run(publisher.publish())
             assert done.bytes == Manifest.of_module(policy("tied", configs=WIDE_CONFIGS).module).bytes
-            assert done.probe_gap < 1e-4
-            assert gap(model, played(sampler)) < 1e-4
+            assert done.probe_gap < LIMIT
+            assert gap(model, played(sampler)) < LIMIT
     finally:
         sampler.close()

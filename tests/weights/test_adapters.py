@@ -18,17 +18,10 @@ from posttrain.weights.buckets import tensors_in
 from posttrain.weights.manifest import Manifest, weights_of
 from posttrain.weights.publish import publish
 from sampler.tiny import WIDE_CONFIGS, gap, play, policy, prompt, together
+from weights.lora import adapted
 from weights.own_copy import OwnCopy
 
 peft = pytest.importorskip("peft")
-
-
-def adapted(family: str = "llama", **options: Any) -> Policy:
-    """Adapters that change a lot, on every linear layer unless told otherwise."""
-    usual = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
-    plain = policy(family, configs=WIDE_CONFIGS)
-    torch.manual_seed(1)
-    return Policy(peft.get_peft_model(plain.module, peft.LoraConfig(**usual | options)))
 
 
 @pytest.mark.parametrize(

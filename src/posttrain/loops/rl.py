@@ -237,6 +237,7 @@ def _roll_out(run: Run, runner: Runner, metrics: Metrics) -> list[Trajectory]:
         assert isinstance(runner, Background)
         run.ahead.start_all(runner, done=run.step, version=run.learner.policy.version)
         filled = run.ahead.take(step)
+    run.sampling.rest()
     record_filter(metrics, filled, run.config.algorithm)
     runner.run(_report(run, filled))
     return filled.trajectories
@@ -302,6 +303,7 @@ def _evaluate(run: Run, runner: Runner, metrics: Metrics) -> Metrics:
     publish(run, runner, metrics)
     with timed(metrics, "time/eval"):
         done = runner.run(evaluate(run.parts.eval, run.eval_collector, run.config.eval))
+    run.sampling.rest()
     done.record(metrics)
     if run.on_eval is not None:
         run.on_eval(run.step, done)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from posttrain.config import ConfigError, RLConfig, SamplerConfig
 from posttrain.loops.learner import Learner
@@ -16,16 +19,25 @@ from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampler
 from posttrain.sampler.server import ServerSampler
 from posttrain.sampler.vllm import VllmSampler
+from posttrain.sampler.vllm_server import VllmServerSampler
 from posttrain.trainer.policy import Policy
 from posttrain.weights.publish import Publisher
+
+log = logging.getLogger("posttrain")
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampling:
-    """A sampler for training, and how new weights get into it. publisher: of one that has weights of its own."""
+    """A sampler for training, and how new weights get into it. publisher: of one that has weights of its own.
+
+    With `sleep` an engine and the trainer take turns with the memory of a GPU: rollout -> `rest` -> update -> `refresh`
+    (what torch has freed goes back to the device, the engine's weights come, then its cache) -> rollout.
+    """
 
     sampler: Any  # a Sampler with `reset`
     publisher: Publisher | None = None
+    sleep: Literal[0, 1, 2] = 0
+    resting: bool = False
 
     @property
     def shares_weights(self) -> bool:
@@ -33,15 +45,27 @@ class Sampling:
 
     async def refresh(self, metrics: Metrics | None = None) -> None:
         """Before every rollout and evaluation: the weights of now, and nothing cached."""
+        started = time.perf_counter()
+        if self.resting and torch.cuda.is_available():
+            torch.cuda.empty_cache()
         if self.publisher is None or self.sampler.version == self.publisher.policy.version:
+            if self.resting:
+                self.sampler.wake()
+                self.resting = False
             self.sampler.reset()
             return
-        started = time.perf_counter()
         done = await self.publisher.publish()
+        self.resting = False
         if metrics is not None:
             metrics.record("weights/probe_gap", done.probe_gap)
             metrics.record("time/publish", time.perf_counter() - started)
             metrics.record("speed/published_gib_per_second", done.gib_per_second)
+
+    def rest(self) -> None:
+        """After every rollout and evaluation."""
+        if self.sleep:
+            self.sampler.sleep(self.sleep)
+            self.resting = True
 
     def close(self) -> None:
         close_sampler(self.sampler)
@@ -53,10 +77,11 @@ def open_sampling(learner: Learner, tokenizer: Any, spread: Callable[[NativeSamp
     Raises ConfigError for several ranks whose sampler has weights of its own.
     """
     config = learner.config
-    if config.sampler.engine == "vllm":
+    engine = config.sampler.engine
+    if engine != "native":
         if learner.ranks.size > 1:  # by torchrun; trainer.ranks is checked with the config
-            raise ConfigError(["sampler.engine: vllm samples for a run on one rank; on several, use native"])
-        return vllm_sampling(config, tokenizer, learner.policy)
+            raise ConfigError([f"sampler.engine: {engine} samples for a run on one rank; on several, use native"])
+        return published_sampling(config, tokenizer, learner.policy)
     return Sampling(sampler=spread(sampler_of_rank(learner, tokenizer)))
 
 
@@ -72,15 +97,31 @@ def native_sampler(config: RLConfig, tokenizer: Any, policy: Policy, workers: in
     return NativeSampler(policy, tokenizer, workers=workers, truncation="allow", **config.sampler.options)
 
 
-def vllm_sampling(config: RLConfig, tokenizer: Any, policy: Policy) -> Sampling:
+def published_sampling(config: RLConfig, tokenizer: Any, policy: Policy) -> Sampling:
+    """vLLM, in this process or behind a server, which gets the weights of `policy`."""
     settings = config.sampler
-    engine = VllmSampler(policy, tokenizer, truncation="allow", **settings.options)
+    if settings.engine == "vllm":
+        engine = VllmSampler(policy, tokenizer, truncation="allow", **_can_sleep(settings, policy) | settings.options)
+    else:
+        assert settings.url is not None
+        how = {"model": settings.model, "token": _token(settings), **settings.options}
+        engine = VllmServerSampler(policy, settings.url, tokenizer, **how)
     try:
-        publisher = Publisher(policy, engine, transport=settings.transport, max_gap=settings.max_probe_gap)
+        gap = settings.max_probe_gap
+        publisher = Publisher(policy, engine, transport=settings.transport, folder=settings.folder, max_gap=gap)
     except BaseException:
         engine.close()
         raise
-    return Sampling(sampler=engine, publisher=publisher)
+    if isinstance(engine, VllmServerSampler):
+        engine.renew = publisher.publish
+    return Sampling(sampler=engine, publisher=publisher, sleep=settings.sleep)
+
+
+def _can_sleep(settings: SamplerConfig, policy: Policy) -> dict[str, bool]:
+    if settings.sleep and policy.device.type != "cuda":
+        log.warning("sampler.sleep: vLLM goes to sleep on a GPU only; on a %s it frees nothing", policy.device.type)
+        return {}
+    return {"enable_sleep_mode": True} if settings.sleep else {}
 
 
 def ready_sampler(config: RLConfig, tokenizer: Any, load: Callable[[], Policy]) -> Sampler:
@@ -93,7 +134,7 @@ def ready_sampler(config: RLConfig, tokenizer: Any, load: Callable[[], Policy]) 
     policy = load()
     if config.sampler.engine == "native":
         return native_sampler(config, tokenizer, policy, workers_for(policy.device))
-    sampling = vllm_sampling(config, tokenizer, policy)
+    sampling = published_sampling(config, tokenizer, policy)
     try:
         asyncio.run(sampling.refresh())
     except BaseException:
@@ -104,13 +145,17 @@ def ready_sampler(config: RLConfig, tokenizer: Any, load: Callable[[], Policy]) 
 
 def _server(settings: SamplerConfig, tokenizer: Any) -> ServerSampler:
     assert settings.url is not None
+    return ServerSampler(settings.url, tokenizer, model=settings.model, token=_token(settings), **settings.options)
+
+
+def _token(settings: SamplerConfig) -> str | None:
     token = None if settings.token_env is None else os.environ.get(settings.token_env)
     if settings.token_env is not None and not token:
         raise ConfigError([f"sampler.token_env: the environment variable {settings.token_env} is not set"])
-    return ServerSampler(settings.url, tokenizer, model=settings.model, token=token, **settings.options)
+    return token
 
 
 def close_sampler(sampler: Sampler) -> None:
     """Ends what the sampler runs or holds besides the policy."""
-    if isinstance(sampler, VllmSampler):
+    if isinstance(sampler, VllmSampler | VllmServerSampler):
         sampler.close()

@@ -10,24 +10,38 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 OPTIONS: dict[str, tuple[str, ...] | None] = {  # None: the engine itself knows them
     "native": ("max_batch", "tokens_per_step", "kv_gib"),
     "vllm": None,
+    "vllm_server": ("concurrency", "timeout_seconds", "patience_seconds", "host"),
     "server": ("concurrency", "timeout_seconds"),
 }
+SERVERS = ("vllm_server", "server")
+PUBLISHED = ("vllm", "vllm_server")  # engines that get the policy's weights by a transfer
 
 
 class SamplerConfig(BaseModel):
-    """What generates tokens: the policy's own module, an engine with a copy of its weights, or a server (which does
-    not train)."""
+    """What generates tokens: the policy's own module, an engine or a server that gets a copy of its weights, or a
+    server with weights of its own (which does not train)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engine: Literal["native", "vllm", "server"] = "native"
+    engine: Literal["native", "vllm", "vllm_server", "server"] = "native"
     options: dict[str, Any] = Field(
         default={},
         description="of the engine. native: max_batch, tokens_per_step, kv_gib; vllm: its EngineArgs, by name; "
-        "server: concurrency, timeout_seconds",
+        "vllm_server: concurrency, timeout_seconds, patience_seconds, host; server: concurrency, timeout_seconds",
     )
     transport: Literal["auto", "memory", "disk", "broadcast"] = Field(
-        default="auto", description="how weights get to vllm; auto: memory, and disk where it has several processes"
+        default="auto",
+        description="how weights get to vllm and vllm_server; auto: memory, and disk where it has processes of its own",
+    )
+    folder: str | None = Field(
+        default=None,
+        description="where weights that go by disk lie for the time of the transfer, seen by both sides; none: the "
+        "system's temporary folder",
+    )
+    sleep: Literal[0, 1, 2] = Field(
+        default=0,
+        description="vllm's sleep while the trainer works, to leave it the GPU's memory; 1: weights wait in host "
+        "memory, 2: they are given up and come anew before each rollout; 0: awake",
     )
     max_probe_gap: float | None = Field(
         default=None,
@@ -35,7 +49,9 @@ class SamplerConfig(BaseModel):
         description="the most that a log-prob of vllm may differ from the trainer's after a transfer; none: 1e-3 in "
         "float32, 0.3 in bfloat16",
     )
-    url: str | None = Field(default=None, description="of the server, with /v1: vLLM's, or that of `posttrain serve`")
+    url: str | None = Field(
+        default=None, description="of the server, with /v1: vLLM's, or for `server` that of `posttrain serve`"
+    )
     model: str | None = Field(default=None, description="the server's name for it; none: the first that it lists")
     token_env: str | None = Field(default=None, description="environment variable with the server's API key")
 
@@ -47,10 +63,17 @@ class SamplerConfig(BaseModel):
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else f" ({', '.join(known)})"
                 raise ValueError(f"sampler.options.{name} is no option of the engine {self.engine}{hint}")
-        if (self.url is not None) != (self.engine == "server"):
-            raise ValueError("sampler.url goes with sampler.engine: server, and the other way round")
-        if self.engine != "server" and (self.model or self.token_env):
-            raise ValueError("sampler.model and sampler.token_env go with sampler.engine: server")
-        if self.engine != "vllm" and (self.transport != "auto" or self.max_probe_gap is not None):
-            raise ValueError("sampler.transport and sampler.max_probe_gap go with sampler.engine: vllm")
+        if (self.url is not None) != (self.engine in SERVERS):
+            raise ValueError("sampler.url goes with sampler.engine: vllm_server or server, and the other way round")
+        if self.engine not in SERVERS and (self.model or self.token_env):
+            raise ValueError("sampler.model and sampler.token_env go with sampler.engine: vllm_server or server")
+        moves = self.transport != "auto" or self.max_probe_gap is not None or self.folder is not None
+        if self.engine not in PUBLISHED and moves:
+            raise ValueError("sampler.transport, folder and max_probe_gap go with sampler.engine: vllm or vllm_server")
+        if self.engine == "vllm_server" and self.transport == "memory":
+            raise ValueError("sampler.transport: memory does not reach a server; use disk or broadcast")
+        if self.engine != "vllm" and self.sleep:
+            raise ValueError("sampler.sleep goes with sampler.engine: vllm, which shares the trainer's GPU")
+        if self.folder is not None and self.transport in ("memory", "broadcast"):
+            raise ValueError("sampler.folder goes with sampler.transport: disk")
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,18 @@ from posttrain.trajectory import StopReason
 MAX_STOPS = 16  # a server refuses more; the rest is found here, at the price of tokens sampled in vain
 TRIES = 4
 FIRST_PAUSE = 0.5  # seconds; doubles with each try
+LONGEST_PAUSE = 5.0
 AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 SEED_MASK = (1 << 63) - 1
 SHOWN = 300  # characters of an answer in an error
-VLLM_ONLY = {"ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True}
+VLLM_ONLY = {
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "top_k": 0,  # these, if not said, are the model's generation_config.json's
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 class ServerSampler:
@@ -36,6 +45,7 @@ class ServerSampler:
     """
 
     version = 0
+    patience_seconds = 0.0  # for which a server that is not there is asked again, beyond the usual tries
 
     def __init__(
         self,
@@ -98,11 +108,13 @@ class ServerSampler:
             "return_token_ids": True,
             "stop_token_ids": sorted(params.stop_ids),
         }
+        if self._card.get("owned_by") == "vllm":
+            body |= VLLM_ONLY
         if params.top_k:
             body["top_k"] = params.top_k
         if params.stop_strings:
             body["stop"] = list(params.stop_strings[:MAX_STOPS])
-        return body | (VLLM_ONLY if self._card.get("owned_by") == "vllm" else {})
+        return body
 
     def _read(self, request: Request, body: Any) -> Sampled:
         """Token by token, as if they came from an engine in this process."""
@@ -157,10 +169,11 @@ class ServerSampler:
     async def _ask(self, http: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON of an answer. Broken connections and busy servers are tried again: with a seed, that is no other
         sample. Raises SamplerError."""
-        failure = ""
-        for number in range(TRIES):
+        failure, number, end = "", 0, time.monotonic() + self.patience_seconds
+        while number < TRIES or time.monotonic() < end:
             if number:
-                await asyncio.sleep(FIRST_PAUSE * 2 ** (number - 1))
+                await asyncio.sleep(min(FIRST_PAUSE * 2 ** (number - 1), LONGEST_PAUSE))
+            number += 1
             try:
                 answer = await http.request(method, f"{self.url}{path}", json=body)
             except httpx.TransportError as error:

@@ -90,12 +90,13 @@ class VllmSampler:
         self._callers: dict[str, _Caller] = {}
         self._in_engine: dict[str, _Running] = {}  # touched on the engine's thread only
         self._adapter: Any | None = None  # vLLM's name for the one that is in use
+        self._asleep = False
         self._adapters = 0  # that came so far: each has a number of its own, by which vLLM tells prefixes apart
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._count = 0
         self._closed = False
-        self.model_config, self.dtype = _config_of(policy), policy.dtype
+        self.model_config, self.dtype = transformers_config(policy), policy.dtype
         adapted = has_adapters(policy.module) and options.get("enable_lora", True)
         adapter = adapter_of(policy.module) if adapted else None
         try:
@@ -192,20 +193,23 @@ class VllmSampler:
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Frees the cache, and the weights' memory too: 1 keeps them in host memory, 2 forgets them. Only between
-        rollouts; needs the option enable_sleep_mode on a GPU, and does nothing on a CPU."""
+        rollouts; `wake` or new weights end it. Needs the option enable_sleep_mode on a GPU; a CPU's vLLM frees nothing.
+        """
         if self._callers:
             raise SamplerError(f"{len(self._callers)} requests are open; the engine sleeps between rollouts")
 
         def put_to_sleep() -> None:
             self._reset()
             self._engine.sleep(level)
+            self._asleep = True
             if level == 2:
                 self.version = NO_WEIGHTS
 
         self._on_thread(put_to_sleep)
 
     def wake(self) -> None:
-        self._on_thread(self._engine.wake_up)
+        """With the weights that were kept; those that were forgotten have to be given anew, which wakes it, too."""
+        self._on_thread(lambda: self._rouse("weights", "kv_cache"))
 
     def close(self) -> None:
         """Ends the engine. May be called twice."""
@@ -218,6 +222,8 @@ class VllmSampler:
     def _check(self, params: SamplingParams) -> None:
         if self._closed:
             raise SamplerError("this sampler is closed")
+        if self._asleep:
+            raise SamplerError("the engine is asleep: wake it, or publish a policy to it (posttrain.weights)")
         if self.version == NO_WEIGHTS:
             raise SamplerError("the engine has no weights yet: publish a policy to it (posttrain.weights)")
         if self._truncation == "refuse":
@@ -348,6 +354,7 @@ class VllmSampler:
         def exchange() -> None:
             self._obey()
             self.version = NO_WEIGHTS  # should the transfer fail, half of the weights are of no version
+            self._rouse("weights")
             adapter = None
             if rank:
                 self._adapters += 1
@@ -357,10 +364,17 @@ class VllmSampler:
                 self._collective(method, *sent)
             self._use(adapter)
             self._reset()
+            self._rouse("kv_cache")  # after the transfer, whose copies have its room meanwhile
             self.version = version
             self.stats.flushes += 1
 
         self._on_thread(exchange)
+
+    def _rouse(self, *memory: str) -> None:
+        """Gives the engine these kinds of memory again, if it is asleep; with the last of them it is awake."""
+        if self._asleep:
+            self._engine.wake_up(list(memory))
+            self._asleep = "kv_cache" not in memory
 
     def _use(self, adapter: Any | None) -> None:
         """Requests in the engine have an adapter for good: those that are open begin anew, at the token they are at."""
@@ -376,7 +390,7 @@ class VllmSampler:
         return self._on_thread(lambda: self._collective(method, *args))
 
 
-def _config_of(policy: Policy) -> Any:
+def transformers_config(policy: Policy) -> Any:
     """The transformers config, with the architecture that a directory would name."""
     module: Any = policy.module.get_base_model() if hasattr(policy.module, "get_base_model") else policy.module  # type: ignore[operator]
     config = copy.deepcopy(module.config)

@@ -32,6 +32,17 @@ class WeightReceiver:
     remove_lora: Any
     list_loras: Any
     posttrain_group: Group | None = None
+    posttrain_stamp: str | None = None
+    vllm_config: Any
+
+    def posttrain_introduction(self) -> dict[str, Any]:
+        """How the engine was set up, as far as it matters for training."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        return {
+            "logprobs_mode": str(model.logprobs_mode),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "workers": parallel.world_size,
+        }
 
     def posttrain_unmatched(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
         """(names that the engine has no tensor for, tensors that it needs and that are not among the names).
@@ -49,10 +60,21 @@ class WeightReceiver:
     @torch.no_grad()
     def posttrain_load_files(self, folder: str, adapter: AdapterTag = None) -> None:
         """New values for every tensor, from the safetensors of a folder in Hugging Face layout."""
+        if not any(Path(folder).glob("*.safetensors")):
+            raise FileNotFoundError(
+                f"there are no weights in {folder} on this machine: trainer and engine must share it"
+            )
         if adapter is None:
             self._posttrain_take(tensors_in(Path(folder)), None)
         else:
             self._posttrain_adopt(folder, adapter[0])
+
+    def posttrain_mark(self, stamp: str) -> None:
+        """Who gave the weights, and their version; a worker that was started anew has no stamp."""
+        self.posttrain_stamp = stamp
+
+    def posttrain_marked(self) -> str | None:
+        return self.posttrain_stamp
 
     def posttrain_join(self, host: str, port: int, world: int, backend: str) -> None:
         """Enters the group in which weights are broadcast; rank 0 is the trainer's."""

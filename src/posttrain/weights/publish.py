@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -91,14 +91,20 @@ class Published:
 class Publisher:
     """Keeps a sampler at the weights of `policy`. Raises WeightMismatch at once when it could never work.
 
-    transport: auto is memory where the engine's only worker lives in this process, else disk. max_gap: of the probe;
-    None = by the dtype.
+    transport: auto is memory where the engine's only worker lives in this process, else disk. folder: where files lie
+    meanwhile, if not in the system's temporary folder. max_gap: of the probe; None = by the dtype.
     """
 
     def __init__(
-        self, policy: Policy, sampler: Receiver, *, transport: Transport = "auto", max_gap: float | None = None
+        self,
+        policy: Policy,
+        sampler: Receiver,
+        *,
+        transport: Transport = "auto",
+        folder: str | None = None,
+        max_gap: float | None = None,
     ) -> None:
-        self.policy, self.sampler = policy, sampler
+        self.policy, self.sampler, self.folder = policy, sampler, folder
         self.transport = transport if transport != "auto" else "memory" if sampler.in_one_process else "disk"
         self.max_gap = max_gap if max_gap is not None else MAX_GAP.get(policy.dtype, max(MAX_GAP.values()))
         self._wanted = Manifest.of_config(sampler.model_config, sampler.dtype)
@@ -118,10 +124,8 @@ class Publisher:
 
         Raises WeightMismatch naming a tensor that does not fit, and WeightError when the probe differs too much.
         """
-        parts = self._parts()
         started = time.perf_counter()
-        for part in parts:
-            TRANSPORTS[self.transport](part, self.sampler, self.policy.version)
+        moved = self.move()
         seconds = time.perf_counter() - started
         gap = await probe(self.policy, self.sampler)
         if not gap <= self.max_gap:  # NaN, too
@@ -134,10 +138,17 @@ class Publisher:
         return Published(
             version=self.policy.version,
             transport=self.transport,
-            bytes=sum(part.bytes for part in parts),
+            bytes=moved,
             seconds=seconds,
             probe_gap=gap,
         )
+
+    def move(self) -> int:
+        """The transfer alone, without a proof; returns the bytes. Raises WeightMismatch as `publish` does."""
+        parts = self._parts()
+        for part in parts:
+            self._move(part)
+        return sum(part.bytes for part in parts)
 
     def _parts(self) -> list[Part]:
         """What is to be moved, in this order; compared with what the engine was made for."""
@@ -148,6 +159,17 @@ class Publisher:
         adapter = adapter_of(module)
         Manifest.of_state(dict(adapter.tensors)).check_fits(self._wanted_adapter)
         return [*base, Part(adapter.tensors, adapter.rank)]
+
+    def _move(self, part: Part) -> None:
+        version = self.policy.version
+        if self.transport == "memory":
+            self.sampler.load(part.tensors, version, **part.how)
+        elif self.transport == "broadcast":
+            self.sampler.load_broadcast(part.tensors, version, **part.how)
+        else:
+            with tempfile.TemporaryDirectory(prefix="posttrain-weights-", dir=self.folder) as folder:
+                part.write(Path(folder))
+                self.sampler.load_files(folder, version, **part.how)
 
     def _weights(self, state: dict[str, Tensor]) -> Part:
         Manifest.of_state(state).check_fits(self._wanted)
@@ -169,6 +191,13 @@ class Part:
     def how(self) -> dict[str, int]:
         """Arguments that only samplers that take adapters know."""
         return {"rank": self.rank} if self.rank else {}
+
+    def write(self, folder: Path) -> None:
+        if self.rank:
+            write_adapter(folder, self.tensors, self.rank)
+        else:
+            here = {name: tensor.cpu().contiguous() for name, tensor in self.tensors}
+            save_file(here, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 async def publish(policy: Policy, sampler: Receiver, **options: Any) -> Published:
@@ -203,28 +232,3 @@ async def probe(policy: Policy, sampler: Sampler) -> float:
 def probe_prompt(vocabulary: int) -> list[int]:
     """Ids that mean nothing, the same at every time."""
     return random.Random(0).choices(range(vocabulary), k=PROBE_PROMPT)
-
-
-def _by_memory(part: Part, sampler: Receiver, version: int) -> None:
-    sampler.load(part.tensors, version, **part.how)
-
-
-def _by_disk(part: Part, sampler: Receiver, version: int) -> None:
-    with tempfile.TemporaryDirectory(prefix="posttrain-weights-") as folder:
-        if part.rank:
-            write_adapter(Path(folder), part.tensors, part.rank)
-        else:
-            here = {name: tensor.cpu().contiguous() for name, tensor in part.tensors}
-            save_file(here, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        sampler.load_files(folder, version, **part.how)
-
-
-def _by_broadcast(part: Part, sampler: Receiver, version: int) -> None:
-    sampler.load_broadcast(part.tensors, version, **part.how)
-
-
-TRANSPORTS: dict[str, Callable[[Part, Receiver, int], None]] = {
-    "memory": _by_memory,
-    "disk": _by_disk,
-    "broadcast": _by_broadcast,
-}

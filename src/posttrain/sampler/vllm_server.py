@@ -1,0 +1,248 @@
+"""A vLLM server that gets the policy's weights, for training: token ids in and out over HTTP, as with `server`.
+
+It must be started with the routes for such use, and with what receives the weights:
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server MODEL --logprobs-mode processed_logprobs \\
+        --worker-extension-cls posttrain.sampler.vllm_worker.WeightReceiver
+
+New weights: requests are frozen -> all weights, by files that both machines see or by broadcast -> cached prefixes are
+dropped, frozen requests computed anew -> the server is marked -> requests go on. A turn that was frozen is stamped with
+the older version, as the server does not say which of its tokens are new.
+
+A server that is started anew has its first weights again and no mark. Every answer is followed by a look at the mark
+(none is needed within RESTART_SECONDS of the last, in which no server starts); when it is gone, the weights are sent
+anew by `renew`, and the answers since the last look are thrown away and asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+from torch import Tensor
+
+from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.requests import SamplerError
+from posttrain.sampler.server import SHOWN, ServerSampler
+from posttrain.sampler.vllm import NO_WEIGHTS, across_workers, transformers_config
+from posttrain.sampler.vllm_engine import RECEIVER
+from posttrain.trainer.policy import Policy
+from posttrain.weights.buckets import BUCKET_BYTES, Group, listen, open_group, send
+
+log = logging.getLogger("posttrain")
+RESTART_SECONDS = 2.0  # importing vLLM alone takes longer
+RENEWALS = 3  # times in a row that one turn may meet a server that was restarted
+LOGPROBS = "processed_logprobs"
+START = f"start it with VLLM_SERVER_DEV_MODE=1 and --logprobs-mode {LOGPROBS} --worker-extension-cls {RECEIVER}"
+
+
+class VllmServerSampler(ServerSampler):
+    """A `Sampler` for models like `policy`; weights that may be sampled from come by `load_files` or `load_broadcast`.
+
+    patience_seconds: for which a server that is not there is waited for. host: of this machine, as the server sees it,
+    for broadcasts; None = as this machine sees itself on the way to the server. The rest: see `ServerSampler`.
+    """
+
+    in_one_process = False
+
+    def __init__(
+        self,
+        policy: Policy,
+        url: str,
+        tokenizer: Any | None = None,
+        *,
+        patience_seconds: float = 300.0,
+        host: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(url, tokenizer, **options)
+        self.version = NO_WEIGHTS
+        self.patience_seconds = patience_seconds
+        self.model_config = transformers_config(policy)
+        self.renew: Callable[[], Awaitable[Any]] | None = None  # called when the server has forgotten its weights
+        self._vocabulary = policy.module.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self._host, self._backend = host, "nccl" if policy.device.type == "cuda" else "gloo"
+        self._name = uuid.uuid4().hex  # of this sampler, in marks: another run may have given weights meanwhile
+        self._transfers = itertools.count()
+        self._mark, self._seen = "", 0.0
+        self._lives = 0  # of the server, as far as they were noticed
+        self._renewing: asyncio.Task[Any] | None = None
+        self._looking: asyncio.Lock
+        self._group: Group | None = None
+        root = self.url.removesuffix("/v1")
+        anew = httpx.Limits(max_keepalive_connections=0)  # after an error the server closes the connection
+        self._control = httpx.Client(base_url=root, headers=self._headers, timeout=self._timeout, limits=anew)
+        try:
+            self.dtype, self._workers = self._introduction()
+        except BaseException:
+            self._control.close()
+            raise
+
+    async def sample(
+        self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
+    ) -> Sampled:
+        """Continues `ids` by one turn; cancelling the caller closes the connection, by which the server stops.
+
+        Raises ValueError for a request that no server could serve, and SamplerError for what the server makes of it.
+        """
+        for _ in range(RENEWALS + 1):
+            if self.version == NO_WEIGHTS and self._lives == 0:
+                raise SamplerError("the server has no weights yet: publish a policy to it (posttrain.weights)")
+            lives, version = self._lives, self.version
+            sampled = await super().sample(ids, params, seed=seed, session=session)
+            await self._look()
+            if lives == self._lives and version != NO_WEIGHTS:
+                return replace(sampled, versions=[version] * len(sampled.ids))
+        raise SamplerError(f"{self.url} was restarted {RENEWALS + 1} times while one turn was sampled")
+
+    def reset(self) -> None:
+        """Drops every cached prefix; running requests are computed anew."""
+        found = self._order("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if found.get("success") is not True:
+            raise SamplerError(
+                f"{self.url} did not drop its prefix cache, what it holds is of the old weights: {found}"
+            )
+
+    def unmatched(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """(names without a tensor in the engine, tensors of the engine without a name), in Hugging Face layout."""
+        return across_workers(names, self._rpc("posttrain_unmatched", list(names)))
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        raise SamplerError("the engine is another process: weights reach it by files or by broadcast")
+
+    def load_files(self, folder: str, version: int) -> None:
+        """New weights, all of them, from safetensors in Hugging Face layout that the server sees under the same path.
+
+        Requests that are open go on under the new weights, from the token at which they are.
+        """
+        self._exchange(version, lambda: self._rpc("posttrain_load_files", folder))
+
+    def load_broadcast(
+        self, tensors: Sequence[tuple[str, Tensor]], version: int, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """As `load_files`, by broadcasts to all workers: gloo, or NCCL from a GPU to others."""
+        if self._group is None or self._marked() != {self._mark}:
+            self._group = self._meet()
+        group = self._group
+        with ThreadPoolExecutor(1, "weights") as sender:  # everybody takes part at the same time
+            sent = sender.submit(send, tensors, group, bucket_bytes)
+            self._exchange(version, lambda: self._rpc("posttrain_load_broadcast"))
+            sent.result()
+
+    def close(self) -> None:
+        self._control.close()
+
+    async def _client(self) -> httpx.AsyncClient:
+        if self._loop is not asyncio.get_running_loop():
+            self._looking = asyncio.Lock()
+        return await super()._client()
+
+    async def _look(self) -> None:
+        """Whether the server still has the weights that it was given; if not, it has them afterwards."""
+        if self._renewing is asyncio.current_task() or time.monotonic() - self._seen < RESTART_SECONDS:
+            return
+        async with self._looking:
+            if time.monotonic() - self._seen < RESTART_SECONDS:
+                return
+            started = time.monotonic()
+            if await asyncio.to_thread(self._marked) == {self._mark}:
+                self._seen = started
+                return
+            await self._renew()
+
+    async def _renew(self) -> None:
+        log.warning("%s has other weights than it was given: it was restarted, or another run uses it", self.url)
+        self._lives += 1
+        self.version, self._group = NO_WEIGHTS, None
+        if self.renew is None:
+            raise SamplerError(f"{self.url} has lost its weights, and nobody is there to give them anew")
+        self._renewing = asyncio.current_task()
+        try:
+            await self.renew()
+        finally:
+            self._renewing = None
+
+    def _exchange(self, version: int, transfer: Callable[[], Any]) -> None:
+        self.version = NO_WEIGHTS  # should the transfer fail, half of the weights are of no version
+        self._order("POST", "/pause?mode=keep")
+        try:
+            transfer()
+            self.reset()
+            self._mark = f"{self._name}/{next(self._transfers)}"
+            self._rpc("posttrain_mark", self._mark)
+        finally:
+            self._order("POST", "/resume")
+        self.version, self._seen = version, time.monotonic()
+
+    def _meet(self) -> Group:
+        world = self._workers + 1
+        host = self._host or _own_address(self.url)
+        store = listen(host, world)
+        with ThreadPoolExecutor(1, "weights") as asker:
+            joined = asker.submit(self._rpc, "posttrain_join", host, store.port, world, self._backend)
+            group = open_group(store, rank=0, world=world, backend=self._backend)
+            joined.result()
+        return group
+
+    def _marked(self) -> set[str | None]:
+        return set(self._rpc("posttrain_marked"))
+
+    def _introduction(self) -> tuple[torch.dtype, int]:
+        """(dtype of the model, worker processes). Raises SamplerError for a server that cannot be trained with."""
+        try:
+            told = self._rpc("posttrain_introduction")[0]
+        except SamplerError as error:
+            raise SamplerError(f"{error}; does it have the --worker-extension-cls? {START}") from error
+        if told["logprobs_mode"] != LOGPROBS:
+            raise SamplerError(f"{self.url} runs with --logprobs-mode {told['logprobs_mode']}, not {LOGPROBS}: {START}")
+        return getattr(torch, told["dtype"]), int(told["workers"])
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """What every worker answers."""
+        return self._order("POST", "/collective_rpc", {"method": method, "args": list(args)}).get("results", [])
+
+    def _order(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """The JSON object of an answer. Waits for a server that is not there, and asks nothing twice that arrived.
+
+        Raises SamplerError.
+        """
+        end = time.monotonic() + self.patience_seconds
+        while True:
+            try:
+                answer = self._control.request(method, path, json=body)
+                break
+            except httpx.ConnectError as error:
+                if time.monotonic() > end:
+                    raise SamplerError(f"{method} {self.url}: nobody is there ({error})") from error
+                time.sleep(1.0)
+            except httpx.TransportError as error:
+                raise SamplerError(f"{method} {path} to {self.url} failed: {type(error).__name__}: {error}") from error
+        if answer.status_code == 404:
+            raise SamplerError(f"{self.url} has no route {path.partition('?')[0]}: {START}")
+        if not answer.is_success:
+            raise SamplerError(f"{method} {path} to {self.url}: status {answer.status_code}: {answer.text[:SHOWN]}")
+        try:
+            found = answer.json() if answer.content else {}
+        except json.JSONDecodeError as error:
+            raise SamplerError(f"{self.url}{path} answered without JSON: {answer.text[:SHOWN]!r}") from error
+        return found if isinstance(found, dict) else {}
+
+
+def _own_address(url: str) -> str:
+    """Of this machine, on the way to a server; nothing is sent."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
+        return probe.getsockname()[0]
