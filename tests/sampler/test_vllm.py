@@ -108,6 +108,16 @@ def test_every_transport_brings_the_same_weights(engine: VllmSampler, transport:
         assert done.bytes == sum(p.numel() * 4 for p in model.module.parameters())
 
 
+def test_a_broadcast_that_fails_in_the_middle_ends_at_once_and_can_be_made_again(engine: VllmSampler) -> None:
+    """Not at the time limit of the group, ten minutes later: the sender still has 40 MB to go."""
+    model = case().policy
+    wrong = [("no.such.tensor", torch.zeros(4)), ("rest", torch.zeros(10_000_000))]
+    with pytest.raises(RuntimeError, match=r"no\.such|named 'no'"):
+        engine.load_broadcast(wrong, 99, bucket_bytes=16)
+    assert engine.version < 0
+    assert asyncio.run(publish(model, engine, transport="broadcast")).probe_gap < LIMIT
+
+
 def test_old_weights_are_found_by_the_probe(engine: VllmSampler, monkeypatch: pytest.MonkeyPatch) -> None:
     model = case().policy
     publisher = Publisher(model, engine)

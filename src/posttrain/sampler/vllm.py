@@ -176,11 +176,12 @@ class VllmSampler:
         """As `load`, by broadcasts to all workers: gloo, or NCCL where workers have GPUs of their own."""
         if self._group is None:
             self._group = self._meet()
-        group = self._group
+        group, self._group = self._group, None  # should the transfer fail, all have to meet anew
         with ThreadPoolExecutor(1, "weights") as sender:  # everybody takes part at the same time
             sent = sender.submit(send, tensors, group, bucket_bytes)
             self._new_weights(version, rank, "posttrain_load_broadcast")
             sent.result()
+        self._group = group
 
     def _meet(self) -> Group:
         world = self._workers + 1

@@ -135,11 +135,12 @@ class VllmServerSampler(ServerSampler):
         """As `load_files`, by broadcasts to all workers: gloo, or NCCL from a GPU to others."""
         if self._group is None or self._marked() != {self._mark}:
             self._group = self._meet()
-        group = self._group
+        group, self._group = self._group, None  # should the transfer fail, all have to meet anew
         with ThreadPoolExecutor(1, "weights") as sender:  # everybody takes part at the same time
             sent = sender.submit(send, tensors, group, bucket_bytes)
             self._exchange(version, lambda: self._rpc("posttrain_load_broadcast"))
             sent.result()
+        self._group = group
 
     def close(self) -> None:
         self._control.close()

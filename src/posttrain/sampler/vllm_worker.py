@@ -83,9 +83,18 @@ class WeightReceiver:
 
     @torch.no_grad()
     def posttrain_load_broadcast(self, adapter: AdapterTag = None) -> None:
-        """New values for every tensor, from rank 0 of the group."""
+        """New values for every tensor, from rank 0 of the group; after a failure all have to meet anew."""
         assert self.posttrain_group is not None, "posttrain_join comes first"
-        self._posttrain_take(receive(self.posttrain_group), adapter)
+        group, self.posttrain_group = self.posttrain_group, None
+        try:
+            self._posttrain_take(receive(group), adapter)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"  # without its frames, which hold the group
+        else:
+            self.posttrain_group = group
+            return
+        del group  # with the last reference the connection ends, and the sender does not wait for the time limit
+        raise RuntimeError(failure)
 
     def _posttrain_take(self, tensors: Iterable[tuple[str, Tensor]], adapter: AdapterTag) -> None:
         if adapter is None:
