@@ -6,7 +6,9 @@ python benchmarks/tiny.py FOLDER [MODEL]
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,9 +23,9 @@ def write_tiny(folder: Path) -> Path:
     return write_model(folder, "tiny")
 
 
-def write_model(folder: Path, name: str, device: str = "cpu") -> Path:
-    """A random model, float32 on a CPU and bfloat16 elsewhere; one word is one token."""
-    shape = MODELS[name]
+def write_model(folder: Path, model: str | Mapping[str, Any], device: str = "cpu") -> Path:
+    """A random model, by name or by its sizes, float32 on a CPU and bfloat16 elsewhere; one word is one token."""
+    shape = MODELS[model] if isinstance(model, str) else model
     config = AutoConfig.for_model(**shape)
     torch.manual_seed(0)
     with torch.device(device):

@@ -211,6 +211,9 @@ class ClusterConfig(Section):
         default=None, description="of a local cluster: cores that Ray gives out; null = as many as the ranks ask for"
     )
     wait_seconds: PositiveInt = Field(default=300, description="for the cluster to have room for all ranks")
+    gpu_memory_gib: float | None = Field(
+        default=None, gt=0, description="of a GPU there, for `posttrain plan`; null = that of the GPU here, if any"
+    )
 
 
 class EvalConfig(Section):

@@ -1,0 +1,343 @@
+"""Whether a run fits its devices: the plan's estimate of memory for a config, and what would fit where it does not.
+
+Lengths are taken at their limits: prompts of `limits.max_prompt_tokens`, episodes of `limits.max_episode_tokens`. A run
+whose episodes stay shorter needs less.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from posttrain.config import ConfigError, RLConfig, parse_config
+from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
+from posttrain.runs.memory import ERROR_BAND, GIB, Estimate, Plant, estimate
+from posttrain.runs.model_shape import ModelShape
+from posttrain.runs.model_sizes import shape_at
+from posttrain.sampler.engine import CAPACITY_UNIT
+from posttrain.sampler.native import CPU_KV_GIB, CUDA_KV_SHARE, MOST_WORKERS, TOKENS_PER_STEP
+from posttrain.trainer.attention import VARLEN_TAKES_GQA
+from posttrain.trainer.loading import pick_device
+from posttrain.trainer.ranks import world_size
+
+MAX_BATCH = 256  # of the native sampler
+VLLM_SHARE = 0.9  # vLLM's own default of gpu_memory_utilization
+VLLM_CPU_KV_GIB = 1
+MOST_RANKS = 1024
+
+
+class DoesNotFit(ConfigError):
+    """The run needs more memory than a device has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A layout that fits, by the settings that lead to it."""
+
+    settings: tuple[str, ...]
+    ranks: int
+    bytes: int
+
+    @property
+    def text(self) -> str:
+        return f"{' '.join(self.settings)}: {self.bytes / GIB:.1f} GiB on each of {self.ranks}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a process of a run needs, and what its device has (None: not known)."""
+
+    estimate: Estimate
+    layout: Layout
+    device_bytes: int | None
+    proposal: Proposal | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.device_bytes is None or self.estimate.bytes <= self.device_bytes
+
+    @property
+    def surely_not(self) -> bool:
+        """Over by more than the estimate may be wrong."""
+        return self.device_bytes is not None and self.estimate.bytes > (1 + ERROR_BAND) * self.device_bytes
+
+    @property
+    def verdict(self) -> str:
+        need = f"{self.estimate.bytes / GIB:.1f} GiB"
+        if self.device_bytes is None:
+            return f"needs {need}; how much a GPU has is not known here: give --gpu-gib or cluster.gpu_memory_gib"
+        has = f"{self.device_bytes / GIB:.1f} GiB"
+        if self.fits:
+            return f"fits: {need} of {has}"
+        found = "nothing that was tried fits" if self.proposal is None else f"this would fit: {self.proposal.text}"
+        return f"does not fit: needs {need} at the moment '{self.estimate.worst.name}', there are {has}; {found}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; bytes."""
+        moments = {m.name: {"parts": m.parts, "sum": m.bytes} for m in self.estimate.moments}
+        proposal = None if self.proposal is None else {"settings": self.proposal.settings, "bytes": self.proposal.bytes}
+        return {
+            "moments": moments, "worst": self.estimate.worst.name, "torch": self.estimate.torch_bytes,
+            "outside": self.estimate.outside, "host": self.estimate.host, "needs": self.estimate.bytes,
+            "has": self.device_bytes, "fits": self.fits, "proposal": proposal,
+        }  # fmt: skip
+
+
+def room_of(config: RLConfig, *, gpu_gib: float | None = None, ranks: int | None = None) -> Room:
+    """gpu_gib: of a GPU, instead of the config's and the detected one; plans for GPUs wherever the plan is made.
+
+    Raises ModelError where there is no config.json.
+    """
+    shape = shape_at(config.model.path)
+    critic = config.critic.path if config.critic is not None else None
+    shapes = (shape, shape_at(critic) if critic else None)
+    on_gpu = gpu_gib is not None or config.cluster.gpu_memory_gib is not None
+    found = _room(config, shapes, _device_of(config, on_gpu=on_gpu), _size(config, gpu_gib, ranks), ranks)
+    if found.fits or found.device_bytes is None:
+        return found
+    tried = _tried(config, shapes, found)
+    return Room(
+        estimate=found.estimate, layout=found.layout, device_bytes=found.device_bytes, proposal=next(tried, None)
+    )
+
+
+def check_room(config: RLConfig, ranks: int | None = None) -> None:
+    """At the start of a run: raises DoesNotFit where the device's size is known and surely too small."""
+    found = room_of(config, ranks=ranks)
+    if found.surely_not:
+        raise DoesNotFit([f"the run {found.verdict}; `posttrain plan` shows the parts"])
+
+
+Shapes = tuple[ModelShape, ModelShape | None]
+
+
+def _room(config: RLConfig, shapes: Shapes, device: str, size: int | None, ranks: int | None = None) -> Room:
+    layout = layout_of(config, device, ranks)
+    return Room(estimate=estimate(plant_of(config, shapes, layout, size)), layout=layout, device_bytes=size)
+
+
+def layout_of(config: RLConfig, device: str, ranks: int | None = None) -> Layout:
+    model, trainer = config.model, config.trainer
+    half = model.dtype == "bfloat16" or (model.dtype == "auto" and device == "cuda")
+    compiled = device == "cuda" if model.compile == "auto" else bool(model.compile)
+    count = ranks or (world_size() if world_size() > 1 else trainer.ranks)
+    return Layout(
+        device="cuda" if device == "cuda" else "cpu",
+        dtype_bytes=2 if half else 4,
+        ranks=count,
+        sequence_parallel=trainer.sequence_parallel,
+        offload=trainer.offload,
+        reshard_after_forward=trainer.reshard_after_forward,
+        gradient_checkpointing=model.gradient_checkpointing,
+        compiled=compiled,
+        grouped_keys=VARLEN_TAKES_GQA or device == "cpu",
+        workers=1 if device == "cuda" or count > 1 else config.batch.cpu_workers,
+    )
+
+
+def plant_of(config: RLConfig, shapes: Shapes, layout: Layout, size: int | None) -> Plant:
+    """Everything that the estimate is made of. size: of the device, in bytes."""
+    algorithm = config.algorithm
+    roles = Roles(
+        ref=algorithm.kl_coef > 0 or algorithm.measure_kl,
+        critic=config.critic is not None,
+        copy=layout.ranks > 1 or config.sampling.max_staleness is not None,
+    )
+    micro, count = largest_micro_batch(config, layout)
+    batch = config.batch
+    return Plant(
+        policy=shapes[0],
+        critic=shapes[1],
+        layout=layout,
+        roles=roles,
+        micro_batches=(micro,) * min(2, count),
+        sampler=sampler_room(config, shapes[0], layout, size),
+        batch_tokens=batch.mini_batch_prompts * batch.samples_per_prompt * config.limits.max_episode_tokens,
+    )
+
+
+def largest_micro_batch(config: RLConfig, layout: Layout) -> tuple[MicroBatch, int]:
+    """(the largest micro-batch of a process, how many it works on in an update); see `packing.segment_bins`."""
+    batch, longest = config.batch, config.limits.max_episode_tokens
+    prompt = min(config.limits.max_prompt_tokens, longest - 1)
+    group, written = batch.samples_per_prompt, longest - prompt
+    shared = prompt if layout.shares_prefixes and group > 1 else 0
+    rows = batch.mini_batch_prompts * (group * longest - (group - 1) * shared)
+    teams = max(layout.ranks // layout.sequence_parallel, layout.workers)
+    count = max(-(-rows // batch.tokens_per_micro_batch), min(teams, batch.mini_batch_prompts * group))
+    most = min(batch.tokens_per_micro_batch, max(longest, -(-rows // count)))
+    part = most / rows
+    return MicroBatch(
+        rows=most,
+        tokens=round(part * batch.mini_batch_prompts * group * longest),
+        read=round(part * batch.mini_batch_prompts * group * written),
+        shared=round(part * batch.mini_batch_prompts * shared),
+    ), -(-count // max(1, layout.ranks // layout.sequence_parallel))
+
+
+# -- the sampler -------------------------------------------------------------------------------------------------------
+
+
+def sampler_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int | None) -> SamplerRoom:
+    """Of the sampler beside the models of a process: `sampler/engine.py`, or vLLM's share of the device."""
+    options = config.sampler.options
+    if config.sampler.engine == "vllm":
+        return SamplerRoom(engine_bytes=_vllm_bytes(options, shape, layout, size))
+    engines = _engines(config, layout)
+    batch = -(-int(options.get("max_batch", MAX_BATCH)) // engines)
+    steps = -(-int(options.get("tokens_per_step", TOKENS_PER_STEP[layout.device])) // engines)
+    capacity = _capacity(config)
+    row_bytes = capacity * shape.key_value_width * layout.dtype_bytes
+    budget = _kv_budget(options.get("kv_gib"), layout, size)
+    most = 4 * batch if budget is None else min(4 * batch, int(budget) // engines // row_bytes)
+    episodes = config.batch.episodes_per_step * (1 + (config.sampling.max_staleness or 0))
+    wanted = -(-episodes // (layout.ranks * engines))
+    rows = _grown(wanted, most, batch if layout.device == "cuda" else 8)
+    prompts = min(steps, config.batch.prompts_per_step * config.limits.max_prompt_tokens)
+    return SamplerRoom(
+        rows=engines * rows,
+        capacity=capacity,
+        batch=engines * min(batch, wanted),
+        tokens_per_step=engines * prompts,
+        graphs=layout.device == "cuda",
+    )
+
+
+def _engines(config: RLConfig, layout: Layout) -> int:
+    if layout.device == "cuda":
+        return 1
+    cores = max(1, min(MOST_WORKERS, os.cpu_count() or 1))
+    return config.sampling.engines or max(1, cores // layout.ranks)
+
+
+def _capacity(config: RLConfig) -> int:
+    """Tokens of a row: room for the first turn, then half as much again whenever an episode outgrows it."""
+    limits = config.limits
+    capacity = _rounded(min(limits.max_prompt_tokens + limits.max_turn_tokens, limits.max_episode_tokens) + 1)
+    while capacity < limits.max_episode_tokens + 1:
+        capacity = _rounded(max(capacity + 1, capacity * 3 // 2))
+    return capacity
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // CAPACITY_UNIT) * CAPACITY_UNIT
+
+
+def _grown(wanted: int, most: int, least: int) -> int:
+    """Rows of a cache that grows by half while more sequences come."""
+    rows = min(least, most)
+    while rows < min(wanted, most):
+        rows = min(most, max(rows + 1, rows * 3 // 2))
+    return rows
+
+
+def _kv_budget(gib: Any, layout: Layout, size: int | None) -> float | None:
+    if gib is not None:
+        return float(gib) * GIB
+    if layout.device == "cpu":
+        return CPU_KV_GIB * GIB
+    return None if size is None else CUDA_KV_SHARE * size  # of what is free then; this is the most that may be
+
+
+def _vllm_bytes(options: dict[str, Any], shape: ModelShape, layout: Layout, size: int | None) -> int:
+    """The share of the GPU that vLLM takes for all it has; on a CPU its weights and its cache."""
+    weights = shape.parameters * layout.dtype_bytes
+    if layout.device == "cuda" and size is not None and "kv_cache_memory_bytes" not in options:
+        return int(size * float(options.get("gpu_memory_utilization", VLLM_SHARE)))
+    return weights + int(options.get("kv_cache_memory_bytes", VLLM_CPU_KV_GIB * GIB))
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def _device_of(config: RLConfig, *, on_gpu: bool) -> str:
+    """Where the run would compute: a size of GPUs means GPUs, wherever the plan is made."""
+    if on_gpu or config.model.device == "cuda":
+        return "cuda"
+    return pick_device(config.model.device).type
+
+
+def _size(config: RLConfig, gpu_gib: float | None, ranks: int | None) -> int | None:
+    """Bytes of a device: given, or found; a process on a CPU has its share of the machine."""
+    given = gpu_gib if gpu_gib is not None else config.cluster.gpu_memory_gib
+    if given is not None:
+        return int(given * GIB)
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    if config.model.device == "cuda":
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (ranks or config.trainer.ranks)
+
+
+# -- what would fit ----------------------------------------------------------------------------------------------------
+
+
+def _tried(config: RLConfig, shapes: Shapes, found: Room) -> Iterator[Proposal]:
+    """Layouts that fit, the cheapest first: what costs a little speed before what costs more, and both before more
+    GPUs."""
+    device, size, now = found.layout.device, found.device_bytes, found.layout.ranks
+    more = [now << k for k in range(11) if now << k <= MOST_RANKS]
+    if config.sampling.max_staleness is not None or config.sampler.engine == "vllm":
+        more = [now]  # these run on one rank
+    for ranks in more if device == "cuda" else [now]:
+        for changes in _changes(config, ranks, now):
+            settings = tuple(f"{key}={_shown(value)}" for key, value in changes.items())
+            try:
+                changed = _changed(config, changes)
+            except ConfigError:
+                continue
+            room = _room(changed, shapes, device, size, ranks)
+            if room.fits:
+                yield Proposal(settings=settings, ranks=ranks, bytes=room.estimate.bytes)
+
+
+def _changes(config: RLConfig, ranks: int, now: int) -> Iterator[dict[str, Any]]:
+    """Settings by their price in speed."""
+    base: dict[str, Any] = {} if ranks == now else {"trainer.ranks": ranks}
+    if not config.trainer.reshard_after_forward and ranks > 1:
+        base |= {"trainer.reshard_after_forward": True}
+    least, most = config.limits.max_episode_tokens, config.batch.tokens_per_micro_batch
+    sizes = [most, *(size for size in (most // 2, most // 4) if size > least), least]
+    teams = [u for u in (1, 2, 4, 8) if ranks % u == 0 and u >= config.trainer.sequence_parallel]
+    checkpointing = [False, True] if not config.model.gradient_checkpointing else [True]
+    offloading = [False, True] if ranks > 1 and not config.trainer.offload else [config.trainer.offload]
+    for offload, team, again, size in product(offloading, teams, checkpointing, dict.fromkeys(sizes)):
+        changes = dict(base)
+        if size != most:
+            changes["batch.tokens_per_micro_batch"] = size
+        if again and not config.model.gradient_checkpointing:
+            changes["model.gradient_checkpointing"] = True
+        if team != config.trainer.sequence_parallel:
+            changes["trainer.sequence_parallel"] = team
+        if offload and not config.trainer.offload:
+            changes["trainer.offload"] = True
+        if changes:
+            yield changes
+
+
+def _changed(config: RLConfig, changes: dict[str, Any]) -> RLConfig:
+    """The same config with other settings, checked like any. Raises ConfigError where they do not go together."""
+    record = config.model_dump()
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        place = record
+        for section in sections:
+            place = place[section]
+        place[name] = value
+    return parse_config(RLConfig, record)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parts_table(rooms: Sequence[Room]) -> list[tuple[str, list[int]]]:
+    """(part, bytes at each moment) of the first room, in the order in which parts appear."""
+    moments = rooms[0].estimate.moments
+    names = dict.fromkeys(name for moment in moments for name in moment.parts)
+    return [(name, [moment.parts.get(name, 0) for moment in moments]) for name in names]

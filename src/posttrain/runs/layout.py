@@ -1,0 +1,77 @@
+"""How a run is laid out, as far as memory goes: who holds what, and how much is worked on at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One process of the run; a field for every way of dividing the models or the work."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    dtype_bytes: int = 2  # of a number that the models compute with
+    ranks: int = 1
+    sequence_parallel: int = 1  # ranks that share a micro-batch
+    offload: bool = False  # shards, gradients and moments in host memory
+    reshard_after_forward: bool = True
+    gradient_checkpointing: bool = False
+    compiled: bool = True  # layers; on CUDA
+    grouped_keys: bool = True  # attention takes fewer key heads than query heads; else it gets copies of them
+    workers: int = 1  # micro-batches at once on a CPU
+
+    @property
+    def sharded(self) -> bool:
+        return self.ranks > 1
+
+    @property
+    def wide(self) -> bool:
+        """Whether weights are their own float32 masters."""
+        return self.dtype_bytes >= 4
+
+    @property
+    def quick_norms(self) -> bool:
+        """`trainer/norms.py`: x and y of a norm are kept, and nothing between them."""
+        return self.compiled if self.device == "cuda" else self.wide
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prompt is computed once for its group: `trainer/prefix.py`, `trainer/prefix_varlen.py`."""
+        return self.wide if self.device == "cpu" else not self.wide
+
+    @property
+    def narrows(self) -> bool:
+        """`trainer/last_layer.py`."""
+        return self.device == "cpu" and self.wide and self.sequence_parallel == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What is forwarded at once, with gradients."""
+
+    rows: int  # tokens that are computed: a shared prompt counts once
+    tokens: int  # of all segments: it counts for each
+    read: int  # tokens that the policy wrote: their log-probs are taken
+    shared: int = 0  # rows of prompts that several segments share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Which models there are besides the policy."""
+
+    ref: bool = False
+    critic: bool = False
+    copy: bool = False  # of the policy, for a sampler that cannot run it itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerRoom:
+    """What the sampler of a process holds besides weights, and forwards at once."""
+
+    rows: int = 0  # of the cache
+    capacity: int = 0  # tokens of a row
+    batch: int = 0  # sequences decoded at once
+    tokens_per_step: int = 0  # prompts forwarded at once
+    graphs: bool = False
+    engine_bytes: int = 0  # of another engine, its weights included

@@ -1,0 +1,264 @@
+"""How much memory a process of a run needs, before anything loads: parts x bytes, at each moment that may be the worst.
+
+The formulas follow what the code allocates (`trainer/`, `sampler/`), so a change there is to be followed here; the
+tests compare them with measured peaks. P parameters, N ranks, e bytes of a number that the model computes with.
+
+    held          P e (+ P 4 masters where e < 4) + P 8 moments; on N ranks P 12 / N in float32, and the sampler's P e
+    gradients     of one process: P e of a micro-batch, P 4 of the sums over several; on N ranks P 4 / N
+    activations   `activations.py`
+    gathered      on N ranks: what belongs to no layer, and two layers; all where layers stay gathered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.runs import activations
+from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
+from posttrain.runs.model_shape import ModelShape
+
+GIB = 2**30
+ERROR_BAND = 0.15  # estimates are this close to measured peaks; see docs/planning.md
+BATCH_BYTES = 90  # of a token in all tensors of a `Batch`, its streams included
+CONTEXT = GIB // 2  # CUDA's own, and its libraries'
+COMMUNICATOR = GIB // 4  # NCCL's buffers
+MOMENTS = 8
+MASTER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point of a step, and what is held there; names of parts are for people."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of one process: of its device (of its own memory where that is the CPU), and of the host beside a GPU."""
+
+    moments: tuple[Moment, ...]
+    outside: dict[str, int]  # what torch's allocator does not know of
+    host: dict[str, int]
+
+    @property
+    def worst(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def torch_bytes(self) -> int:
+        """The peak of torch's allocator."""
+        return self.worst.bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.torch_bytes + sum(self.outside.values())
+
+    def named(self, name: str) -> Moment:
+        return next(moment for moment in self.moments if moment.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plant:
+    """All that an estimate is made of."""
+
+    policy: ModelShape
+    layout: Layout
+    roles: Roles = Roles()
+    micro_batches: tuple[MicroBatch, ...]  # of an update on one process, in order
+    sampler: SamplerRoom = SamplerRoom()
+    critic: ModelShape | None = None  # None: of the policy's shape
+    batch_tokens: int = 0  # of a mini-batch
+
+    @property
+    def critic_shape(self) -> ModelShape:
+        return self.critic or self.policy
+
+
+def estimate(plant: Plant) -> Estimate:
+    """See the module's docstring."""
+    held = _held(plant)
+    moments = [Moment("loading", _loading(plant)), Moment("rollout", {**held, **_rollout(plant)})]
+    for number, batch in enumerate(plant.micro_batches):
+        moments += [Moment(name, {**held, **parts}) for name, parts in _update(plant, batch, first=number == 0)]
+    if plant.roles.critic:
+        for batch in plant.micro_batches:
+            moments.append(Moment("critic's backward", {**held, **_critic_update(plant, batch)}))
+    moments.append(Moment("optimizer step", {**held, "gradients": _sums(plant, plant.policy.parameters)}))
+    return Estimate(tuple(_largest_by_name(moments)), _outside(plant), _host(plant))
+
+
+def _largest_by_name(moments: Sequence[Moment]) -> list[Moment]:
+    """Of several micro-batches the one that takes most; parts without bytes are left out."""
+    best: dict[str, Moment] = {}
+    for moment in moments:
+        if moment.name not in best or moment.bytes > best[moment.name].bytes:
+            best[moment.name] = moment
+    return [Moment(m.name, {part: size for part, size in m.parts.items() if size}) for m in best.values()]
+
+
+# -- what stays from step to step --------------------------------------------------------------------------------------
+
+
+def _held(plant: Plant) -> dict[str, int]:
+    """In steady state, moments included."""
+    shape, layout, roles = plant.policy, plant.layout, plant.roles
+    count, width, ranks = shape.parameters, layout.dtype_bytes, layout.ranks
+    parts: dict[str, int] = {}
+    if layout.sharded:
+        parts["float32 masters (shards)"] = 0 if layout.offload else count * MASTER // ranks
+    else:
+        parts["policy"] = count * width
+        parts["float32 masters"] = 0 if layout.wide else count * MASTER
+    parts["moments of AdamW"] = 0 if layout.offload and layout.sharded else count * MOMENTS // ranks
+    parts["policy, whole, for the sampler"] = count * width if roles.copy else 0
+    parts["reference"] = count * width // ranks if roles.ref and not (layout.offload and layout.sharded) else 0
+    parts["critic, its masters and moments"] = _critic_held(plant)
+    return parts | _sampler_held(plant)
+
+
+def _critic_held(plant: Plant) -> int:
+    layout, count = plant.layout, plant.critic_shape.decoder_parameters
+    if not plant.roles.critic or (layout.offload and layout.sharded):
+        return 0
+    if layout.sharded:
+        return count * (MASTER + MOMENTS) // layout.ranks
+    return count * (layout.dtype_bytes + MOMENTS + (0 if layout.wide else MASTER))
+
+
+def _sampler_held(plant: Plant) -> dict[str, int]:
+    """Keys and values stay until the next rollout; so do the graphs."""
+    shape, width, room = plant.policy, plant.layout.dtype_bytes, plant.sampler
+    graphs = room.batch * (shape.vocabulary + 4 * shape.intermediate + 8 * shape.hidden) * width if room.graphs else 0
+    cache = room.rows * room.capacity * shape.key_value_width * width
+    return {"keys and values": cache, "CUDA graphs": graphs, "another engine": room.engine_bytes}
+
+
+# -- moments -----------------------------------------------------------------------------------------------------------
+
+
+def _loading(plant: Plant) -> dict[str, int]:
+    """Every model is loaded whole before it is sharded: policy, reference, the sampler's copy, critic, in this order.
+    The last of them meets what the others have left."""
+    shape, layout, roles = plant.policy, plant.layout, plant.roles
+    whole = shape.parameters * layout.dtype_bytes
+    later = {"moments of AdamW", "keys and values", "CUDA graphs"}
+    held = {name: size for name, size in _held(plant).items() if name not in later}
+    if not layout.sharded:
+        return held
+    if roles.critic:
+        return {**held, "critic, whole, while it loads": plant.critic_shape.decoder_parameters * layout.dtype_bytes}
+    if roles.copy:
+        return held
+    return {**held, "policy, whole, while it loads": whole}
+
+
+def _rollout(plant: Plant) -> dict[str, int]:
+    """Prompts forwarded at once without gradients, and the logits of the tokens drawn first."""
+    shape, width, room = plant.policy, plant.layout.dtype_bytes, plant.sampler
+    if not room.batch:
+        return {}
+    insides = 4 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_width + 2 * shape.key_width
+    logits = room.batch * shape.vocabulary * (width + 8)
+    return {"prompts being forwarded": room.tokens_per_step * insides * width, "logits of a draw": logits}
+
+
+def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, dict[str, int]]]:
+    """The backward pass where it begins, with all activations, and where it ends, with all gradients."""
+    shape, layout = plant.policy, plant.layout
+    workers = layout.workers if len(plant.micro_batches) > 1 else 1
+    kept, working = activations.of_head(shape, layout, batch)
+    insides = activations.of_layers(shape, layout, batch) + activations.of_last_norm(shape, layout, batch)
+    head_gradient = shape.embedding * layout.dtype_bytes
+    passing = max(working, head_gradient + activations.passing(shape, layout, batch))
+    before = 0 if first else _sums(plant, shape.parameters)
+    common = {"batch": plant.batch_tokens * BATCH_BYTES}
+    begins = common | _gathered(shape, layout) | {
+        "gradients": before,
+        "activations": workers * (insides + kept),
+        "passing: head, logits, gradients of a layer": workers * passing + _reducing(shape, layout),
+    }  # fmt: skip
+    embedding = shape.embedding * layout.dtype_bytes * (2 if shape.tied and layout.sharded else 1)
+    ends = common | _gathered(shape, layout) | {
+        "gradients": _at_the_end(plant, shape.parameters, first=first, workers=workers),
+        "activations": workers * activations.of_layer(shape, layout, batch),
+        "passing: gradient of the embedding": workers * embedding + _reducing_outside(shape, layout),
+    }  # fmt: skip
+    return [("backward begins", begins), ("backward ends", ends)]
+
+
+def _critic_update(plant: Plant, batch: MicroBatch) -> dict[str, int]:
+    shape, layout = plant.critic_shape, plant.layout
+    insides = activations.of_layers(shape, layout, batch) + activations.of_last_norm(shape, layout, batch)
+    workers = layout.workers if len(plant.micro_batches) > 1 else 1
+    return _gathered(shape, layout) | {
+        "gradients": _sums(plant, shape.decoder_parameters) if len(plant.micro_batches) > 1 else 0,
+        "activations": workers * insides,
+        "passing: gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
+    }
+
+
+def _sums(plant: Plant, count: int) -> int:
+    """Gradients in float32, as they are summed and stepped by."""
+    layout = plant.layout
+    return 0 if layout.sharded and layout.offload else count * MASTER // layout.ranks
+
+
+def _at_the_end(plant: Plant, count: int, *, first: bool, workers: int) -> int:
+    """Of one process: those of the micro-batch, and the float32 sums that they are added to, or become."""
+    layout = plant.layout
+    if layout.sharded:
+        return _sums(plant, count)
+    become = first and layout.wide
+    return workers * count * layout.dtype_bytes + (0 if become and workers == 1 else count * MASTER)
+
+
+# -- FSDP --------------------------------------------------------------------------------------------------------------
+
+
+def _gathered(shape: ModelShape, layout: Layout) -> dict[str, int]:
+    """What belongs to no layer stays gathered; a layer is there while it is worked on, and the next one arrives."""
+    if not layout.sharded:
+        return {}
+    layers = min(2, shape.layers) if layout.reshard_after_forward else shape.layers
+    return {"gathered weights": (shape.outside + layers * shape.layer_parameters) * layout.dtype_bytes}
+
+
+def _reducing(shape: ModelShape, layout: Layout) -> int:
+    """A layer's gradients, and their float32 copy on its way to the shards."""
+    return shape.layer_parameters * (layout.dtype_bytes + 4) if layout.sharded else 0
+
+
+def _reducing_outside(shape: ModelShape, layout: Layout) -> int:
+    """What belongs to no layer is reduced last."""
+    return shape.outside * 4 if layout.sharded else 0
+
+
+# -- beside torch ------------------------------------------------------------------------------------------------------
+
+
+def _outside(plant: Plant) -> dict[str, int]:
+    if plant.layout.device == "cpu":
+        return {}
+    groups = (plant.layout.ranks > 1) + (plant.layout.sequence_parallel > 1)
+    return {"CUDA context": CONTEXT} | ({"NCCL": groups * COMMUNICATOR} if groups else {})
+
+
+def _host(plant: Plant) -> dict[str, int]:
+    """Of a process with a GPU: what it offloads, and a model while it loads."""
+    layout, shape = plant.layout, plant.policy
+    if layout.device == "cpu":
+        return {}
+    parts = {"a model while it loads": shape.parameters * layout.dtype_bytes}
+    if layout.offload and layout.sharded:
+        trained = shape.parameters + (plant.critic_shape.decoder_parameters if plant.roles.critic else 0)
+        frozen = shape.parameters * layout.dtype_bytes if plant.roles.ref else 0
+        shards = trained * (MASTER + MOMENTS + MASTER) + frozen
+        parts["shards, moments and gradients"] = shards // layout.ranks
+    return parts

@@ -1,0 +1,58 @@
+"""The sizes of a model that memory and time depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder with a head; counts are of numbers, not bytes."""
+
+    layers: int
+    hidden: int
+    intermediate: int  # of the MLP of one token; with experts, of all that a token is sent to
+    heads: int
+    key_heads: int
+    head_size: int  # of queries and keys; values are taken to be as wide
+    vocabulary: int
+    tied: bool  # the head is the embedding
+    query_norms: bool  # queries and keys are normalised (Qwen3, Gemma-3)
+    experts_per_token: int = 0  # 0: no experts
+    parameters: int
+    layer_parameters: int  # of the largest layer
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.head_size
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def outside(self) -> int:
+        """Parameters that belong to no layer: embedding, last norm, head."""
+        return self.embedding * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def decoder_parameters(self) -> int:
+        """Without a head of its own: what a critic is made of."""
+        return self.parameters - (0 if self.tied else self.embedding)
+
+    @property
+    def key_value_width(self) -> int:
+        """Numbers that all layers cache for a token."""
+        return self.layers * 2 * self.key_width
+
+    @property
+    def active_parameters(self) -> int:
+        """Of the layers, those that a token meets."""
+        if not self.experts_per_token:
+            return self.layers * self.layer_parameters
+        attention = 2 * self.hidden * (self.query_width + self.key_width)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)

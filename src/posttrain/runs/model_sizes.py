@@ -1,0 +1,56 @@
+"""The sizes of a model from its config.json: no weight is loaded.
+
+Parameters are counted on the meta device, where tensors have shapes and no memory, so they are those of the very
+modules that would be loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from posttrain.runs.model_shape import ModelShape
+from posttrain.trainer.loading import load_config, model_path
+
+
+def shape_at(path: str) -> ModelShape:
+    """Of the model at `path` (a directory, a packaged model or a hub id). Raises ModelError where there is none."""
+    return shape_of(load_config(model_path(path)))
+
+
+def shape_like(sizes: Mapping[str, Any]) -> ModelShape:
+    """Of a model described by the content of a config.json."""
+    return shape_of(AutoConfig.for_model(**sizes))
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Of a transformers config."""
+    text = config.get_text_config()
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    heads = text.num_attention_heads
+    active = int(getattr(text, "num_experts_per_tok", 0) or 0)
+    width = text.moe_intermediate_size * active if active else text.intermediate_size
+    return ModelShape(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=int(width),
+        heads=heads,
+        key_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocabulary=text.vocab_size,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        query_norms=any(name.endswith("q_norm.weight") for name, _ in module.named_parameters()),
+        experts_per_token=active,
+        parameters=_count(module),
+        layer_parameters=max(_count(layer) for layer in layers),
+    )
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
