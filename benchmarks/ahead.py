@@ -1,8 +1,9 @@
 """What running ahead is worth: the tiny search agent with a search that takes its time, for several bounds.
 
-    python benchmarks/ahead.py [--steps 20] [--bounds null 0 1 2] [--seconds 0.2 2.0]
+    python benchmarks/ahead.py [--steps 20] [--bounds null 0 1 2] [--seconds 0.2 2.0] [--keep FOLDER]
 
-A search takes between the two `--seconds`, drawn per query. Prints a row per bound and ends with one JSON line.
+A search takes between the two `--seconds`, drawn per query. Prints a row per bound and ends with one JSON line. The run
+directories that are kept, FOLDER/BOUND, are what `benchmarks/schedule.py` simulates.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import random
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +40,12 @@ class SlowSearch(SearchEnv):
 
     async def step(self, action: Action) -> Step:
         step = await super().step(action)
-        if step.observation is not None and not step.done:
-            await asyncio.sleep(random.Random(action.text).uniform(*self._seconds))
-        return step
+        if step.observation is None or step.done:
+            return step
+        seconds = random.Random(action.text).uniform(*self._seconds)
+        await asyncio.sleep(seconds)
+        first, *others = step.calls
+        return replace(step, calls=(replace(first, seconds=first.seconds + seconds), *others))
 
 
 def trained(bound: str, steps: int, seconds: tuple[float, float], out: Path) -> dict[str, Any]:
@@ -83,12 +89,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--bounds", nargs="+", default=["null", "0", "1", "2"])
     parser.add_argument("--seconds", nargs=2, type=float, default=[0.2, 2.0])
+    parser.add_argument("--keep", type=Path, help="a folder for the run directories; else they go")
     args = parser.parse_args()
     done: list[dict[str, Any]] = []
-    for bound in args.bounds:
-        with tempfile.TemporaryDirectory() as folder:
-            done.append(trained(bound, args.steps, tuple(args.seconds), Path(folder) / "run"))
-        print(done[-1], flush=True)
+    with ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for bound in args.bounds:
+            done.append(trained(bound, args.steps, tuple(args.seconds), folder / bound))
+            print(done[-1], flush=True)
     print(json.dumps({"searches_take": args.seconds, "rows": done}))
 
 

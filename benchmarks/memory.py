@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,29 +142,29 @@ class Case:
         return made
 
 
-SMALL = {"prompts": 8, "samples": 4, "prompt": 128, "response": 128}
+SMALL = {"prompts": 4, "samples": 4, "prompt": 64, "response": 64}
 CPU_CASES = {
-    "tiny": Case(model="tiny", micro=8192, **SMALL),
-    "tiny_several": Case(model="tiny", micro=2048, **SMALL),
-    "tiny_threads": Case(model="tiny", micro=2048, workers=2, **SMALL),
+    "tiny": Case(model="tiny", micro=4096, **SMALL),
+    "tiny_several": Case(model="tiny", micro=512, **SMALL),
+    "tiny_threads": Case(model="tiny", micro=512, workers=2, **SMALL),
     "tiny_checkpointing": Case(model="tiny", micro=8192, checkpointing=True, **SMALL),
-    "tiny_bfloat16": Case(model="tiny", dtype="bfloat16", micro=8192, **SMALL),
-    "tiny_llama": Case(model="tiny_llama", micro=8192, **SMALL),
+    "tiny_bfloat16": Case(model="tiny", dtype="bfloat16", micro=4096, **SMALL),
+    "tiny_llama": Case(model="tiny_llama", micro=4096, **SMALL),
     "tiny_llama_bfloat16_checkpointing": Case(
-        model="tiny_llama", dtype="bfloat16", micro=8192, checkpointing=True, **SMALL
+        model="tiny_llama", dtype="bfloat16", micro=4096, checkpointing=True, **SMALL
     ),
-    "tiny_ppo": Case(model="tiny", micro=2048, critic=True, kl=True, **SMALL),
-    "tiny_2": Case(model="tiny", micro=2048, ranks=2, **SMALL),
-    "tiny_2_kept": Case(model="tiny", micro=2048, ranks=2, keep_layers=True, **SMALL),
-    "tiny_2_checkpointing": Case(model="tiny", micro=2048, ranks=2, checkpointing=True, **SMALL),
-    "tiny_2_bfloat16": Case(model="tiny", dtype="bfloat16", micro=2048, ranks=2, **SMALL),
-    "tiny_2_ppo": Case(model="tiny", micro=2048, ranks=2, critic=True, kl=True, **SMALL),
+    "tiny_ppo": Case(model="tiny", micro=512, critic=True, kl=True, **SMALL),
+    "tiny_2": Case(model="tiny", micro=512, ranks=2, **SMALL),
+    "tiny_2_kept": Case(model="tiny", micro=512, ranks=2, keep_layers=True, **SMALL),
+    "tiny_2_checkpointing": Case(model="tiny", micro=512, ranks=2, checkpointing=True, **SMALL),
+    "tiny_2_bfloat16": Case(model="tiny", dtype="bfloat16", micro=512, ranks=2, **SMALL),
+    "tiny_2_ppo": Case(model="tiny", micro=512, ranks=2, critic=True, kl=True, **SMALL),
     "tiny_2_sequence": Case(model="tiny", micro=4096, ranks=2, sequence=2, **SMALL),
-    "100m": Case(model="100m", micro=1024, prompts=2),
-    "100m_checkpointing": Case(model="100m", micro=1024, prompts=2, checkpointing=True),
-    "100m_bfloat16": Case(model="100m", dtype="bfloat16", micro=1024, prompts=2),
-    "100m_2": Case(model="100m", micro=1024, prompts=2, ranks=2),
-    "100m_2_bfloat16": Case(model="100m", dtype="bfloat16", micro=1024, prompts=2, ranks=2),
+    "100m": Case(model="100m", micro=1024, prompts=2, samples=2),
+    "100m_checkpointing": Case(model="100m", micro=1024, prompts=2, samples=2, checkpointing=True),
+    "100m_bfloat16": Case(model="100m", dtype="bfloat16", micro=1024, prompts=2, samples=2),
+    "100m_2": Case(model="100m", micro=1024, prompts=2, samples=2, ranks=2),
+    "100m_2_bfloat16": Case(model="100m", dtype="bfloat16", micro=1024, prompts=2, samples=2, ranks=2),
 }
 HALF = {"model": "0.5b", "dtype": "bfloat16", "prompts": 16, "samples": 8, "prompt": 512, "response": 256}
 LONG = HALF | {"prompts": 8, "samples": 4, "prompt": 1024, "response": 7168, "micro": 8192}
@@ -247,7 +247,10 @@ def measured_on_cpu(learner: Learner, lesson: Lesson) -> tuple[int, list[Batch]]
     """What models and optimizers hold, and the highest sum of what torch's allocator gave since."""
     held = held_bytes(learner)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, experimental_config=every_thread
+    ) as profile:
         parts = one_update(learner, lesson)
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -315,7 +318,9 @@ def measured(name: str, case: Case, device: str) -> dict[str, Any]:
         write_model(folder, SHAPES[case.model], device)
         command = [sys.executable, str(Path(__file__).resolve()), "--device", device, "--case", name]
         command += ["--rank", str(folder), str(result)]
-        status = launch_local(command, case.ranks) if case.ranks > 1 else subprocess.run(command, check=False).returncode
+        status = (
+            launch_local(command, case.ranks) if case.ranks > 1 else subprocess.run(command, check=False).returncode
+        )
         if status:
             return {"case": name, "failed": status}
         return {"case": name, "ranks": case.ranks, "model": case.model, "dtype": case.dtype} | json.loads(

@@ -42,12 +42,24 @@ def main() -> None:
 
 
 @app.command()
-def plan(config: Path, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the batch arithmetic of a run: what would be executed. Reads the data, loads no model."""
+def plan(
+    config: Path,
+    overrides: Overrides = None,
+    gpu_gib: Annotated[float | None, typer.Option(min=1, help="Of each GPU; default the one here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what would be executed, and the memory it needs on each device. Reads the data, loads no model."""
     from posttrain.loops import rl
+    from posttrain.loops.room import DoesNotFit, room_of
+    from posttrain.loops.room_table import room_table
 
-    planned = rl.plan_only(_rl_config(config, overrides))
-    _show(as_json, planned.as_dict(), planned.render())
+    found = _rl_config(config, overrides)
+    planned, room = rl.plan_only(found), room_of(found, gpu_gib=gpu_gib)
+    _show(as_json, planned.as_dict() | {"memory": room.as_dict()}, planned.render())
+    if not as_json:
+        _print(room_table(room))
+    if not room.fits:
+        raise DoesNotFit([f"the run {room.verdict}"])
 
 
 @app.command()

@@ -6,24 +6,27 @@ whose episodes stay shorter needs less.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 
-from posttrain.config import ConfigError, RLConfig, parse_config
+from posttrain.config import ConfigError, RLConfig
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
 from posttrain.runs.memory import ERROR_BAND, GIB, Estimate, Plant, estimate
 from posttrain.runs.model_shape import ModelShape
-from posttrain.runs.model_sizes import shape_at
+from posttrain.runs.model_sizes import UnknownSizes, shape_at
 from posttrain.sampler.engine import CAPACITY_UNIT
 from posttrain.sampler.native import CPU_KV_GIB, CUDA_KV_SHARE, MOST_WORKERS, TOKENS_PER_STEP
 from posttrain.trainer.attention import VARLEN_TAKES_GQA
 from posttrain.trainer.loading import pick_device
 from posttrain.trainer.ranks import world_size
+
+log = logging.getLogger("posttrain")
 
 MAX_BATCH = 256  # of the native sampler
 VLLM_SHARE = 0.9  # vLLM's own default of gpu_memory_utilization
@@ -108,7 +111,11 @@ def room_of(config: RLConfig, *, gpu_gib: float | None = None, ranks: int | None
 
 def check_room(config: RLConfig, ranks: int | None = None) -> None:
     """At the start of a run: raises DoesNotFit where the device's size is known and surely too small."""
-    found = room_of(config, ranks=ranks)
+    try:
+        found = room_of(config, ranks=ranks)
+    except UnknownSizes as error:
+        log.warning("whether the run fits is not known: %s", error)
+        return
     if found.surely_not:
         raise DoesNotFit([f"the run {found.verdict}; `posttrain plan` shows the parts"])
 
@@ -285,25 +292,27 @@ def _tried(config: RLConfig, shapes: Shapes, found: Room) -> Iterator[Proposal]:
     if config.sampling.max_staleness is not None or config.sampler.engine == "vllm":
         more = [now]  # these run on one rank
     for ranks in more if device == "cuda" else [now]:
-        for changes in _changes(config, ranks, now):
+        for changes in _changes(config, shapes[0], ranks, now):
             settings = tuple(f"{key}={_shown(value)}" for key, value in changes.items())
             try:
                 changed = _changed(config, changes)
-            except ConfigError:
+            except ValueError:
                 continue
             room = _room(changed, shapes, device, size, ranks)
             if room.fits:
                 yield Proposal(settings=settings, ranks=ranks, bytes=room.estimate.bytes)
 
 
-def _changes(config: RLConfig, ranks: int, now: int) -> Iterator[dict[str, Any]]:
+def _changes(config: RLConfig, shape: ModelShape, ranks: int, now: int) -> Iterator[dict[str, Any]]:
     """Settings by their price in speed."""
     base: dict[str, Any] = {} if ranks == now else {"trainer.ranks": ranks}
     if not config.trainer.reshard_after_forward and ranks > 1:
         base |= {"trainer.reshard_after_forward": True}
     least, most = config.limits.max_episode_tokens, config.batch.tokens_per_micro_batch
     sizes = [most, *(size for size in (most // 2, most // 4) if size > least), least]
-    teams = [u for u in (1, 2, 4, 8) if ranks % u == 0 and u >= config.trainer.sequence_parallel]
+    teams = [
+        u for u in (1, 2, 4, 8) if ranks % u == 0 and u >= config.trainer.sequence_parallel and shape.shares_heads(u)
+    ]
     checkpointing = [False, True] if not config.model.gradient_checkpointing else [True]
     offloading = [False, True] if ranks > 1 and not config.trainer.offload else [config.trainer.offload]
     for offload, team, again, size in product(offloading, teams, checkpointing, dict.fromkeys(sizes)):
@@ -312,7 +321,7 @@ def _changes(config: RLConfig, ranks: int, now: int) -> Iterator[dict[str, Any]]
             changes["batch.tokens_per_micro_batch"] = size
         if again and not config.model.gradient_checkpointing:
             changes["model.gradient_checkpointing"] = True
-        if team != config.trainer.sequence_parallel:
+        if team != team_now:
             changes["trainer.sequence_parallel"] = team
         if offload and not config.trainer.offload:
             changes["trainer.offload"] = True
@@ -321,23 +330,13 @@ def _changes(config: RLConfig, ranks: int, now: int) -> Iterator[dict[str, Any]]
 
 
 def _changed(config: RLConfig, changes: dict[str, Any]) -> RLConfig:
-    """The same config with other settings, checked like any. Raises ConfigError where they do not go together."""
+    """The same config with other settings, checked like any. Raises ValueError where they do not go together."""
     record = config.model_dump()
     for key, value in changes.items():
-        *sections, name = key.split(".")
-        place = record
-        for section in sections:
-            place = place[section]
-        place[name] = value
-    return parse_config(RLConfig, record)
+        section, name = key.split(".")
+        record[section][name] = value
+    return RLConfig.model_validate(record)
 
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def parts_table(rooms: Sequence[Room]) -> list[tuple[str, list[int]]]:
-    """(part, bytes at each moment) of the first room, in the order in which parts appear."""
-    moments = rooms[0].estimate.moments
-    names = dict.fromkeys(name for moment in moments for name in moment.parts)
-    return [(name, [moment.parts.get(name, 0) for moment in moments]) for name in names]

@@ -25,6 +25,8 @@ CONTEXT = GIB // 2  # CUDA's own, and its libraries'
 COMMUNICATOR = GIB // 4  # NCCL's buffers
 MOMENTS = 8
 MASTER = 4
+NOBODY_ELSE = Roles()
+NO_SAMPLER = SamplerRoom()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,9 @@ class Plant:
 
     policy: ModelShape
     layout: Layout
-    roles: Roles = Roles()
     micro_batches: tuple[MicroBatch, ...]  # of an update on one process, in order
-    sampler: SamplerRoom = SamplerRoom()
+    roles: Roles = NOBODY_ELSE
+    sampler: SamplerRoom = NO_SAMPLER
     critic: ModelShape | None = None  # None: of the policy's shape
     batch_tokens: int = 0  # of a mini-batch
 

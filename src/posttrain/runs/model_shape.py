@@ -56,3 +56,7 @@ class ModelShape:
             return self.layers * self.layer_parameters
         attention = 2 * self.hidden * (self.query_width + self.key_width)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    def shares_heads(self, ranks: int) -> bool:
+        """Whether so many ranks can divide the heads among them; see `trainer/sequence.py`."""
+        return self.heads % ranks == 0 and (self.key_heads % ranks == 0 or ranks % self.key_heads == 0)

@@ -14,7 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.runs.model_shape import ModelShape
-from posttrain.trainer.loading import load_config, model_path
+from posttrain.trainer.loading import ModelError, load_config, model_path
+
+
+class UnknownSizes(ModelError):
+    """The config of this architecture does not say what the estimate is made of."""
 
 
 def shape_at(path: str) -> ModelShape:
@@ -33,6 +37,16 @@ def shape_of(config: Any) -> ModelShape:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    try:
+        return _shape(module, config, text, layers)
+    except (AttributeError, ValueError) as error:
+        raise UnknownSizes(
+            f"{type(module).__name__} does not describe itself as Llama and its kin do ({error}): its memory cannot be "
+            "estimated"
+        ) from error
+
+
+def _shape(module: torch.nn.Module, config: Any, text: Any, layers: list[torch.nn.Module]) -> ModelShape:
     heads = text.num_attention_heads
     active = int(getattr(text, "num_experts_per_tok", 0) or 0)
     width = text.moe_intermediate_size * active if active else text.intermediate_size

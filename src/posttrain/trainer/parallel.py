@@ -46,6 +46,7 @@ def accumulate_gradients(
     for loss, grads in in_threads(work, items, workers=workers):
         losses.append(loss)
         _add(sums, grads)
+        del grads  # or they would be held until the next ones are there
     for target, total in zip(targets, sums, strict=True):
         target.grad = None if total is None else total.to(target.dtype)
     return [float(loss) for loss in losses]  # only now, for it waits for a GPU
