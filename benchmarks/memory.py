@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -146,7 +147,6 @@ SMALL = {"prompts": 4, "samples": 4, "prompt": 64, "response": 64}
 CPU_CASES = {
     "tiny": Case(model="tiny", micro=4096, **SMALL),
     "tiny_several": Case(model="tiny", micro=512, **SMALL),
-    "tiny_threads": Case(model="tiny", micro=512, workers=2, **SMALL),
     "tiny_checkpointing": Case(model="tiny", micro=8192, checkpointing=True, **SMALL),
     "tiny_bfloat16": Case(model="tiny", dtype="bfloat16", micro=4096, **SMALL),
     "tiny_llama": Case(model="tiny_llama", micro=4096, **SMALL),
@@ -191,33 +191,35 @@ CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
 
 
 def as_rank(case: Case, device: str, folder: Path, result: Path) -> None:
-    """Measures, and writes the line: of the rank that needed most."""
+    """A process of a case; rank 0 writes the line."""
+    found = case_on_this_rank(case, device, folder)
+    if int(os.environ.get("RANK", "0")) == 0:
+        result.write_text(json.dumps(found))
+
+
+def case_on_this_rank(case: Case, device: str, folder: Path) -> dict[str, Any]:
+    """Measures; what is compared is the rank that needed most, with the plan for the micro-batches of this one."""
     config = case.config(folder, device)
     ranks = join_ranks(torch.device(device))
     learner = Models(config, optimizer_steps=1000).load(ranks)
-    if device == "cpu":
-        torch.set_num_threads(1)
     lesson = Lesson.of(case.episodes())
     one_update(learner, lesson)  # moments, compilers
-    measured, parts = (measured_on_cpu if device == "cpu" else measured_on_gpu)(learner, lesson)
-    plant = plant_of(config, (shape_at(str(folder)), None), layout_of(config, device, ranks.size), None)
+    peak, parts = (measured_on_cpu if device == "cpu" else measured_on_gpu)(learner, lesson)
     hand = dealt([len(part) for part in parts], learner.teams)[learner.team]
+    layout = layout_of(config, device, ranks.size)
     plant = replace(
-        plant,
+        plant_of(config, (shape_at(str(folder)), None), layout, None),
         micro_batches=tuple(micro_batch(parts[index], learner.policy) for index in hand),
         sampler=SamplerRoom(),
         batch_tokens=sum(map(len, parts)),
     )
     planned = estimate(plant)
-    most = torch.tensor(float(measured))
+    most = torch.tensor(float(peak), dtype=torch.float64)
     if ranks.size > 1:
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, learner.ranks.writers)
-    if ranks.leads:
-        result.write_text(json.dumps(line(int(most), planned.torch_bytes) | {
-            "moment": planned.worst.name,
-            "parts_mib": {name: round(size / 2**20, 1) for name, size in planned.worst.parts.items()},
-        }))  # fmt: skip
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, ranks.writers)
     leave_ranks()
+    parts_mib = {name: round(size / 2**20, 1) for name, size in planned.worst.parts.items()}
+    return line(int(most), planned.torch_bytes) | {"moment": planned.worst.name, "parts_mib": parts_mib}
 
 
 def line(measured: int, planned: int) -> dict[str, Any]:
@@ -247,10 +249,7 @@ def measured_on_cpu(learner: Learner, lesson: Lesson) -> tuple[int, list[Batch]]
     """What models and optimizers hold, and the highest sum of what torch's allocator gave since."""
     held = held_bytes(learner)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, experimental_config=every_thread
-    ) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         parts = one_update(learner, lesson)
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]

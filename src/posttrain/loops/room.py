@@ -310,9 +310,8 @@ def _changes(config: RLConfig, shape: ModelShape, ranks: int, now: int) -> Itera
         base |= {"trainer.reshard_after_forward": True}
     least, most = config.limits.max_episode_tokens, config.batch.tokens_per_micro_batch
     sizes = [most, *(size for size in (most // 2, most // 4) if size > least), least]
-    teams = [
-        u for u in (1, 2, 4, 8) if ranks % u == 0 and u >= config.trainer.sequence_parallel and shape.shares_heads(u)
-    ]
+    team_now = config.trainer.sequence_parallel
+    teams = [u for u in (1, 2, 4, 8) if ranks % u == 0 and u >= team_now and shape.shares_heads(u)]
     checkpointing = [False, True] if not config.model.gradient_checkpointing else [True]
     offloading = [False, True] if ranks > 1 and not config.trainer.offload else [config.trainer.offload]
     for offload, team, again, size in product(offloading, teams, checkpointing, dict.fromkeys(sizes)):

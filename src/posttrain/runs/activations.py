@@ -15,12 +15,20 @@ CUDA_LOGITS = 1 << 28  # `fused.LOGITS_PER_CUDA_CHUNK`
 
 
 def of_layers(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
-    """Of all layers between a forward and its backward."""
+    """Of all layers, from a forward to its backward."""
+    if layout.gradient_checkpointing:  # their inputs
+        return shape.layers * _rows(layout, batch) * shape.hidden * layout.dtype_bytes
     whole = of_layer(shape, layout, batch)
     last = of_last_layer(shape, layout, batch) if layout.narrows else whole
-    if layout.gradient_checkpointing:  # inputs of all, and the insides of the one that is computed again
-        return shape.layers * _rows(layout, batch) * shape.hidden * layout.dtype_bytes + max(whole, last)
     return (shape.layers - 1) * whole + last
+
+
+def computed_again(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
+    """Of the layer whose backward it is, where only inputs are kept."""
+    if not layout.gradient_checkpointing:
+        return 0
+    last = of_last_layer(shape, layout, batch) if layout.narrows else 0
+    return max(of_layer(shape, layout, batch), last)
 
 
 def of_layer(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:

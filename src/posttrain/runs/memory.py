@@ -172,37 +172,51 @@ def _rollout(plant: Plant) -> dict[str, int]:
 
 
 def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, dict[str, int]]]:
-    """The backward pass where it begins, with all activations, and where it ends, with all gradients."""
-    shape, layout = plant.policy, plant.layout
-    workers = layout.workers if len(plant.micro_batches) > 1 else 1
+    """The backward pass in the log-probs, in the last layer, with all activations still there, and at its end."""
+    shape, layout, workers = plant.policy, plant.layout, _workers(plant)
     kept, working = activations.of_head(shape, layout, batch)
     insides = activations.of_layers(shape, layout, batch) + activations.of_last_norm(shape, layout, batch)
-    head_gradient = shape.embedding * layout.dtype_bytes
-    passing = max(working, head_gradient + activations.passing(shape, layout, batch))
-    before = 0 if first else _sums(plant, shape.parameters)
-    common = {"batch": plant.batch_tokens * BATCH_BYTES}
-    begins = common | _gathered(shape, layout) | {
-        "gradients": before,
-        "activations": workers * (insides + kept),
-        "passing: head, logits, gradients of a layer": workers * passing + _reducing(shape, layout),
+    in_layer = insides + activations.computed_again(shape, layout, batch)
+    head = shape.embedding * layout.dtype_bytes  # its gradient
+    common = {"batch": plant.batch_tokens * BATCH_BYTES} | _gathered(shape, layout)
+    sums = 0 if first else _sums(plant, shape.parameters)
+    of_embedding = head * (2 if shape.tied and layout.sharded else 1)
+    in_log_probs = common | {
+        "gradients": sums, "activations": workers * (insides + kept), "logits, gradient of the head": workers * working,
     }  # fmt: skip
-    embedding = shape.embedding * layout.dtype_bytes * (2 if shape.tied and layout.sharded else 1)
-    ends = common | _gathered(shape, layout) | {
-        "gradients": _at_the_end(plant, shape.parameters, first=first, workers=workers),
+    in_last_layer = common | {
+        "gradients": sums + workers * head,
+        "activations": workers * in_layer,
+        "gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
+    }
+    at_the_end = common | {
+        "gradients": (_sums(plant, shape.parameters) if layout.sharded else sums)
+        + _of_micro_batch(plant, shape.parameters),
         "activations": workers * activations.of_layer(shape, layout, batch),
-        "passing: gradient of the embedding": workers * embedding + _reducing_outside(shape, layout),
-    }  # fmt: skip
-    return [("backward begins", begins), ("backward ends", ends)]
+        "gradient of the embedding": workers * of_embedding + _reducing_outside(shape, layout),
+    }
+    summed = _sums(plant, shape.parameters) * (0 if first and layout.wide and workers == 1 else 1)
+    return [
+        ("backward: log-probs", in_log_probs),
+        ("backward: last layer", in_last_layer),
+        ("backward: end", at_the_end),
+        ("gradients summed", common | {"gradients": summed + _of_micro_batch(plant, shape.parameters)}),
+    ]
+
+
+def _workers(plant: Plant) -> int:
+    return plant.layout.workers if len(plant.micro_batches) > 1 else 1
 
 
 def _critic_update(plant: Plant, batch: MicroBatch) -> dict[str, int]:
     shape, layout = plant.critic_shape, plant.layout
     insides = activations.of_layers(shape, layout, batch) + activations.of_last_norm(shape, layout, batch)
-    workers = layout.workers if len(plant.micro_batches) > 1 else 1
+    insides += activations.computed_again(shape, layout, batch)
+    workers = _workers(plant)
     return _gathered(shape, layout) | {
         "gradients": _sums(plant, shape.decoder_parameters) if len(plant.micro_batches) > 1 else 0,
         "activations": workers * insides,
-        "passing: gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
+        "gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
     }
 
 
@@ -212,13 +226,10 @@ def _sums(plant: Plant, count: int) -> int:
     return 0 if layout.sharded and layout.offload else count * MASTER // layout.ranks
 
 
-def _at_the_end(plant: Plant, count: int, *, first: bool, workers: int) -> int:
-    """Of one process: those of the micro-batch, and the float32 sums that they are added to, or become."""
+def _of_micro_batch(plant: Plant, count: int) -> int:
+    """Gradients as a backward pass leaves them; of sharded models they are reduced on the way."""
     layout = plant.layout
-    if layout.sharded:
-        return _sums(plant, count)
-    become = first and layout.wide
-    return workers * count * layout.dtype_bytes + (0 if become and workers == 1 else count * MASTER)
+    return 0 if layout.sharded else _workers(plant) * count * layout.dtype_bytes
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------

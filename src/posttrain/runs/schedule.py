@@ -6,7 +6,7 @@ synchronous loop. Discrete events, no thread, no clock: the same inputs give the
 
 An episode takes turns of sampling and of waiting for tools. All sequences that a sampler decodes at once get a token
 per step of it, and a step of B sequences takes `step_seconds + B * sequence_seconds`; sequences beyond `slots` wait in
-line. Where samplers and trainer share cores (a run on CPUs), all slow down alike when there are more threads than cores.
+line. Where samplers and trainer share cores (a run on CPUs), all slow down alike when threads outnumber cores.
 """
 
 from __future__ import annotations
