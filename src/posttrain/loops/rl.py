@@ -127,7 +127,7 @@ def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None, cr
     plan = plan_of(config, len(parts.train))
     if on_plan is not None:
         on_plan(plan)
-    check_room(config, crew.ranks.size)
+    check_room(config, crew.ranks)
     check_search(parts)
     directory = RunDirectory.create(config.run.directory, config_yaml(config), plan.render())
     try:
@@ -151,7 +151,7 @@ def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None, crew: C
         plan = plan_of(config, len(parts.train))
         if on_plan is not None:
             on_plan(plan)
-        check_room(config, crew.ranks.size)
+        check_room(config, crew.ranks)
         check_search(parts)
         run = _assemble(config, directory, parts, plan, checkpoint=latest, crew=crew)
         directory.rewind(-1 if latest is None else run.step)  # -1: also the evaluation before the first step

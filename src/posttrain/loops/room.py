@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import product
+from operator import getitem
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from posttrain.sampler.engine import CAPACITY_UNIT
 from posttrain.sampler.native import CPU_KV_GIB, CUDA_KV_SHARE, MOST_WORKERS, TOKENS_PER_STEP
 from posttrain.trainer.attention import VARLEN_TAKES_GQA
 from posttrain.trainer.loading import pick_device
-from posttrain.trainer.ranks import world_size
+from posttrain.trainer.ranks import Ranks
 
 log = logging.getLogger("posttrain")
 
@@ -77,8 +79,8 @@ class Room:
         has = f"{self.device_bytes / GIB:.1f} GiB"
         if self.fits:
             return f"fits: {need} of {has}"
-        found = "nothing that was tried fits" if self.proposal is None else f"this would fit: {self.proposal.text}"
-        return f"does not fit: needs {need} at the moment '{self.estimate.worst.name}', there are {has}; {found}"
+        found = "" if self.proposal is None else f"; this would fit: {self.proposal.text}"
+        return f"does not fit: needs {need} ({self.estimate.worst.name}) of {has}{found}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes."""
@@ -91,59 +93,70 @@ class Room:
         }  # fmt: skip
 
 
-def room_of(config: RLConfig, *, gpu_gib: float | None = None, ranks: int | None = None) -> Room:
-    """gpu_gib: of a GPU, instead of the config's and the detected one; plans for GPUs wherever the plan is made.
+def room_of(config: RLConfig, *, gpu_gib: float | None = None) -> Room:
+    """For `posttrain plan`. gpu_gib: of a GPU, instead of the config's and the one here; with either, the plan is for
+    GPUs wherever it is made.
 
-    Raises ModelError where there is no config.json.
+    Raises ModelError where there is no config.json, and UnknownSizes for architectures that it does not know.
     """
-    shape = shape_at(config.model.path)
-    critic = config.critic.path if config.critic is not None else None
-    shapes = (shape, shape_at(critic) if critic else None)
-    on_gpu = gpu_gib is not None or config.cluster.gpu_memory_gib is not None
-    found = _room(config, shapes, _device_of(config, on_gpu=on_gpu), _size(config, gpu_gib, ranks), ranks)
-    if found.fits or found.device_bytes is None:
+    shapes, given = _shapes(config), gpu_gib if gpu_gib is not None else config.cluster.gpu_memory_gib
+    device = "cuda" if given is not None or config.model.device == "cuda" else pick_device(config.model.device).type
+    ranks = config.trainer.ranks
+    size = int(given * GIB) if given is not None else size_here(device, ranks)
+    found = _room(config, shapes, device, size, ranks)
+    if found.fits:
         return found
-    tried = _tried(config, shapes, found)
-    return Room(
-        estimate=found.estimate, layout=found.layout, device_bytes=found.device_bytes, proposal=next(tried, None)
-    )
+    return replace(found, proposal=next(proposals(config, shapes, found), None))
 
 
-def check_room(config: RLConfig, ranks: int | None = None) -> None:
+def check_room(config: RLConfig, ranks: Ranks) -> None:
     """At the start of a run: raises DoesNotFit where the device's size is known and surely too small."""
+    device = pick_device(config.model.device).type
     try:
-        found = room_of(config, ranks=ranks)
+        found = _room(config, _shapes(config), device, size_here(device, ranks.on_this_host), ranks.size)
     except UnknownSizes as error:
         log.warning("whether the run fits is not known: %s", error)
         return
     if found.surely_not:
-        raise DoesNotFit([f"the run {found.verdict}; `posttrain plan` shows the parts"])
+        raise DoesNotFit([f"the run {found.verdict}; `posttrain plan` shows the parts and what would fit"])
+
+
+def size_here(device: str, ranks: int) -> int | None:
+    """Bytes of a GPU of this machine, or of the share of its memory that one of `ranks` processes has."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
 Shapes = tuple[ModelShape, ModelShape | None]
 
 
-def _room(config: RLConfig, shapes: Shapes, device: str, size: int | None, ranks: int | None = None) -> Room:
+def _shapes(config: RLConfig) -> Shapes:
+    critic = config.critic.path if config.critic is not None else None
+    return shape_at(config.model.path), None if critic is None else shape_at(critic)
+
+
+def _room(config: RLConfig, shapes: Shapes, device: str, size: int | None, ranks: int) -> Room:
     layout = layout_of(config, device, ranks)
     return Room(estimate=estimate(plant_of(config, shapes, layout, size)), layout=layout, device_bytes=size)
 
 
-def layout_of(config: RLConfig, device: str, ranks: int | None = None) -> Layout:
+def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
+    """Of a process of `ranks`."""
     model, trainer = config.model, config.trainer
     half = model.dtype == "bfloat16" or (model.dtype == "auto" and device == "cuda")
     compiled = device == "cuda" if model.compile == "auto" else bool(model.compile)
-    count = ranks or (world_size() if world_size() > 1 else trainer.ranks)
     return Layout(
         device="cuda" if device == "cuda" else "cpu",
         dtype_bytes=2 if half else 4,
-        ranks=count,
+        ranks=ranks,
         sequence_parallel=trainer.sequence_parallel,
         offload=trainer.offload,
         reshard_after_forward=trainer.reshard_after_forward,
         gradient_checkpointing=model.gradient_checkpointing,
         compiled=compiled,
         grouped_keys=VARLEN_TAKES_GQA or device == "cpu",
-        workers=1 if device == "cuda" or count > 1 else config.batch.cpu_workers,
+        workers=1 if device == "cuda" or ranks > 1 else config.batch.cpu_workers,
     )
 
 
@@ -259,40 +272,16 @@ def _vllm_bytes(options: dict[str, Any], shape: ModelShape, layout: Layout, size
     return weights + int(options.get("kv_cache_memory_bytes", VLLM_CPU_KV_GIB * GIB))
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
-
-
-def _device_of(config: RLConfig, *, on_gpu: bool) -> str:
-    """Where the run would compute: a size of GPUs means GPUs, wherever the plan is made."""
-    if on_gpu or config.model.device == "cuda":
-        return "cuda"
-    return pick_device(config.model.device).type
-
-
-def _size(config: RLConfig, gpu_gib: float | None, ranks: int | None) -> int | None:
-    """Bytes of a device: given, or found; a process on a CPU has its share of the machine."""
-    given = gpu_gib if gpu_gib is not None else config.cluster.gpu_memory_gib
-    if given is not None:
-        return int(given * GIB)
-    if config.model.device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
-    if config.model.device == "cuda":
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (ranks or config.trainer.ranks)
-
-
 # -- what would fit ----------------------------------------------------------------------------------------------------
 
 
-def _tried(config: RLConfig, shapes: Shapes, found: Room) -> Iterator[Proposal]:
+def proposals(config: RLConfig, shapes: Shapes, found: Room) -> Iterator[Proposal]:
     """Layouts that fit, the cheapest first: what costs a little speed before what costs more, and both before more
     GPUs."""
     device, size, now = found.layout.device, found.device_bytes, found.layout.ranks
     more = [now << k for k in range(11) if now << k <= MOST_RANKS]
-    if config.sampling.max_staleness is not None or config.sampler.engine == "vllm":
-        more = [now]  # these run on one rank
     for ranks in more if device == "cuda" else [now]:
-        for changes in _changes(config, shapes[0], ranks, now):
+        for changes in _changes(config, shapes[0], ranks, found):
             settings = tuple(f"{key}={_shown(value)}" for key, value in changes.items())
             try:
                 changed = _changed(config, changes)
@@ -303,9 +292,9 @@ def _tried(config: RLConfig, shapes: Shapes, found: Room) -> Iterator[Proposal]:
                 yield Proposal(settings=settings, ranks=ranks, bytes=room.estimate.bytes)
 
 
-def _changes(config: RLConfig, shape: ModelShape, ranks: int, now: int) -> Iterator[dict[str, Any]]:
+def _changes(config: RLConfig, shape: ModelShape, ranks: int, found: Room) -> Iterator[dict[str, Any]]:
     """Settings by their price in speed."""
-    base: dict[str, Any] = {} if ranks == now else {"trainer.ranks": ranks}
+    base: dict[str, Any] = {} if ranks == found.layout.ranks else {"trainer.ranks": ranks}
     if not config.trainer.reshard_after_forward and ranks > 1:
         base |= {"trainer.reshard_after_forward": True}
     least, most = config.limits.max_episode_tokens, config.batch.tokens_per_micro_batch
@@ -314,8 +303,12 @@ def _changes(config: RLConfig, shape: ModelShape, ranks: int, now: int) -> Itera
     teams = [u for u in (1, 2, 4, 8) if ranks % u == 0 and u >= team_now and shape.shares_heads(u)]
     checkpointing = [False, True] if not config.model.gradient_checkpointing else [True]
     offloading = [False, True] if ranks > 1 and not config.trainer.offload else [config.trainer.offload]
-    for offload, team, again, size in product(offloading, teams, checkpointing, dict.fromkeys(sizes)):
+    cache = found.estimate.named("rollout").parts.get("keys and values", 0)
+    caches = [None, round(cache / GIB / 2, 2)] if cache > GIB and config.sampler.engine == "native" else [None]
+    for offload, team, again, kv, size in product(offloading, teams, checkpointing, caches, dict.fromkeys(sizes)):
         changes = dict(base)
+        if kv is not None:
+            changes["sampler.options.kv_gib"] = kv
         if size != most:
             changes["batch.tokens_per_micro_batch"] = size
         if again and not config.model.gradient_checkpointing:
@@ -332,8 +325,8 @@ def _changed(config: RLConfig, changes: dict[str, Any]) -> RLConfig:
     """The same config with other settings, checked like any. Raises ValueError where they do not go together."""
     record = config.model_dump()
     for key, value in changes.items():
-        section, name = key.split(".")
-        record[section][name] = value
+        *sections, name = key.split(".")
+        reduce(getitem, sections, record)[name] = value
     return RLConfig.model_validate(record)
 
 

@@ -12,24 +12,25 @@ from posttrain.runs.memory import GIB
 
 
 def room_table(room: Room) -> RenderableType:
-    """GiB of a process by part and moment of a step."""
+    """Of a process, by part and moment of a step."""
     estimate = room.estimate
+    unit, name = (GIB, "GiB") if estimate.bytes >= GIB else (2**20, "MiB")
     moments, worst = estimate.moments, estimate.worst
     where = "GPU" if room.layout.device == "cuda" else "process"
-    table = Table(title=f"GiB on each {where}: {described(room.layout)}", title_justify="left")
+    table = Table(title=f"{name} on each {where}: {described(room.layout)}", title_justify="left")
     table.add_column("")
     for moment in moments:
         table.add_column(moment.name, justify="right", style="bold" if moment is worst else "")
     for part in dict.fromkeys(name for moment in moments for name in moment.parts):
-        table.add_row(part, *(_gib(moment.parts.get(part)) for moment in moments))
+        table.add_row(part, *(_in(unit, moment.parts.get(part)) for moment in moments))
     for part, size in estimate.outside.items():
-        table.add_row(part, *(_gib(size) for _ in moments))
+        table.add_row(part, *(_in(unit, size) for _ in moments))
     table.add_section()
     outside = sum(estimate.outside.values())
-    table.add_row("sum", *(_gib(moment.bytes + outside) for moment in moments))
+    table.add_row("sum", *(_in(unit, moment.bytes + outside) for moment in moments))
     lines: list[RenderableType] = [table]
     if estimate.host:
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in estimate.host.items())
+        parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in estimate.host.items())
         lines.append(Text(f"host memory of each process, GiB: {parts}"))
     return Group(*lines, Text(room.verdict, style="green" if room.fits else "red"))
 
@@ -44,5 +45,5 @@ def described(layout: Layout) -> str:
     return ", ".join(words)
 
 
-def _gib(size: int | None) -> str:
-    return "" if not size else f"{size / GIB:.2f}"
+def _in(unit: int, size: int | None) -> str:
+    return "" if not size else f"{size / unit:.2f}"
