@@ -93,7 +93,6 @@ class _Sampler:
     tokens: float = 0.0
     ends: list[tuple[float, int, _Playing]] = field(default_factory=list[tuple[float, int, _Playing]])
     line: deque[_Playing] = field(default_factory=deque[_Playing])
-    idle: float = 0.0
 
 
 class _Run:
@@ -111,6 +110,7 @@ class _Run:
         self.ages: list[tuple[int, int, float]] = []  # step, version, tokens
         self.finished = [0.0]  # when each step was over
         self.waited: list[float] = []
+        self.idle = 0.0  # seconds of all samplers
         self.idle_at: list[float] = [0.0]
 
     def outcome(self, warm_up: int) -> Outcome:
@@ -145,7 +145,7 @@ class _Run:
             self._advance()
         self.version = step
         self.finished.append(self.now)
-        self.idle_at.append(sum(sampler.idle for sampler in self.samplers))
+        self.idle_at.append(self.idle)
 
     def _start(self, step: int) -> None:
         episodes = self.steps[step - 1].episodes
@@ -167,21 +167,17 @@ class _Run:
     def _advance(self) -> None:
         """To the next event, and through it."""
         share = self._share()
-        rates = [share / self.machine.step(len(s.ends)) if s.ends else 0.0 for s in self.samplers]
-        waits = [
-            max(0.0, s.ends[0][0] - s.tokens) / rate for s, rate in zip(self.samplers, rates, strict=True) if s.ends
-        ]
-        tools = self.tools[0][0] - self.now if self.tools else math.inf
+        wait = self.tools[0][0] - self.now if self.tools else math.inf
         trainer = self.training / share if self.training > 0 else math.inf
-        wait = max(0.0, min(tools, trainer, *waits))
+        busy = [(sampler, share / self.machine.step(len(sampler.ends))) for sampler in self.samplers if sampler.ends]
+        for sampler, rate in busy:
+            wait = min(wait, (sampler.ends[0][0] - sampler.tokens) / rate)
+        wait = max(0.0, min(wait, trainer))
         self.now += wait
-        for sampler, rate in zip(self.samplers, rates, strict=True):
+        self.idle += wait * (len(self.samplers) - len(busy))
+        for sampler, rate in busy:
             sampler.tokens += wait * rate
-            sampler.idle += 0.0 if sampler.ends else wait
-        if wait == trainer:
-            self.training = 0.0
-        elif self.training > 0:
-            self.training -= wait * share
+        self.training = 0.0 if wait == trainer else max(0.0, self.training - wait * share)
         self._end_turns()
 
     def _share(self) -> float:
