@@ -417,7 +417,6 @@ def show(
     source: Annotated[str | None, typer.Option(help="Of the data.")] = None,
     reward: Annotated[str | None, typer.Option(help="Bounds: '>=0.5', '=1', '>0,<1'.")] = None,
     outcome: Annotated[str | None, typer.Option(help="score, invalid, abstain, or the reason of invalid ones.")] = None,
-    text: Annotated[str | None, typer.Option(help="What must stand in it.")] = None,
     order: Annotated[Literal["file", "best", "worst"], typer.Option(help="By reward, or as they were saved.")] = "file",
     most: Annotated[int, typer.Option("--most", "-n", min=1, help="How many are shown.")] = 3,
     tokens: Annotated[bool, typer.Option("--tokens", help="A line per token, with its numbers.")] = False,
@@ -427,7 +426,7 @@ def show(
     """Show saved trajectories in colours that say who wrote what, with rewards, calls and advantages."""
     from posttrain.loops.saved import Wanted, find
 
-    named = {"step": step, "task": task, "env": env, "source": source, "outcome": outcome, "text": text}
+    named = {"step": step, "task": task, "env": env, "source": source, "outcome": outcome}
     found = find(place, Wanted(**named, reward=reward, order=order, most=most), model=model)
     if as_json:
         typer.echo(json.dumps(found.as_dict()))

@@ -48,7 +48,6 @@ class Wanted:
     source: str | None = None
     reward: str | None = None
     outcome: str | None = None
-    text: str | None = None
     order: Order = "file"
     most: int = 3
 
@@ -210,7 +209,6 @@ def _fits(row: dict[str, Any], wanted: Wanted, test: Callable[[float | None], bo
         and all(name is None or _is_called(row[key], name) for key, name in named)
         and test(row["reward"])
         and wanted.outcome in (None, row["outcome"], row["invalid_reason"])
-        and (wanted.text is None or wanted.text in (row["text"] or ""))
     )
 
 
