@@ -16,17 +16,18 @@ from posttrain.runs.model_shape import ModelShape
 from posttrain.runs.model_sizes import shape_at, shape_like
 
 
-def benchmark(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "benchmarks" / f"{name}.py")
+def loaded(path: str) -> ModuleType:
+    """A script of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parents[2] / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look themselves up
+    sys.modules[spec.name] = module  # dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 
 
-memory = benchmark("memory")
+memory = loaded("benchmarks/memory.py")
 HALF_B = memory.SHAPES["0.5b"]
 GROUP = MicroBatch(rows=2560, tokens=6144, read=2048, shared=512)  # 8 episodes of 512 + 256 tokens
 TORCH_211 = Layout(grouped_keys=False)  # whose FlashAttention on packed rows wants as many key heads as query heads

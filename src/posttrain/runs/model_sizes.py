@@ -6,7 +6,7 @@ modules that would be loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def shape_of(config: Any) -> ModelShape:
         ) from error
 
 
-def _shape(module: torch.nn.Module, config: Any, text: Any, layers: list[torch.nn.Module]) -> ModelShape:
+def _shape(module: torch.nn.Module, config: Any, text: Any, layers: Sequence[torch.nn.Module]) -> ModelShape:
     heads = text.num_attention_heads
     active = int(getattr(text, "num_experts_per_tok", 0) or 0)
     width = text.moe_intermediate_size * active if active else text.intermediate_size
