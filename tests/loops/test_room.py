@@ -101,6 +101,17 @@ def test_a_cache_is_what_its_setting_says(half_b: Path):
     assert parts["another engine"] == 40 * GIB
 
 
+def test_an_engine_that_sleeps_leaves_its_memory_to_the_update(half_b: Path):
+    awake = room_of(config(half_b, sampler={"engine": "vllm"}), gpu_gib=80)
+    asleep = room_of(config(half_b, sampler={"engine": "vllm", "sleep": 1}), gpu_gib=80)
+    assert awake.estimate.worst.parts["another engine"] == asleep.estimate.named("rollout").parts["another engine"]
+    assert not awake.fits
+    assert "another engine" not in asleep.estimate.named("backward: last layer").parts
+    assert asleep.estimate.host["another engine, asleep"] == 2 * 494_032_768
+    server = {"engine": "vllm_server", "url": "http://127.0.0.1:8000/v1"}
+    assert "keys and values" not in room_of(config(half_b, sampler=server), gpu_gib=80).estimate.named("rollout").parts
+
+
 def test_a_run_that_surely_cannot_fit_is_refused_before_anything_loads(half_b: Path):
     longest = 1 << 30
     huge = {"max_prompt_tokens": 512, "max_turn_tokens": 256, "max_episode_tokens": longest}

@@ -207,7 +207,11 @@ def sampler_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int 
     """Of the sampler beside the models of a process: `sampler/engine.py`, or vLLM's share of the device."""
     options = config.sampler.options
     if config.sampler.engine == "vllm":
-        return SamplerRoom(engine_bytes=_vllm_bytes(options, shape, layout, size))
+        weights = shape.parameters * layout.dtype_bytes if config.sampler.sleep == 1 else 0
+        asleep = weights if config.sampler.sleep and layout.device == "cuda" else None
+        return SamplerRoom(engine_bytes=_vllm_bytes(options, shape, layout, size), asleep_bytes=asleep)
+    if config.sampler.engine != "native":
+        return SamplerRoom()  # a server's memory is its own
     engines = _engines(config, layout)
     batch = -(-int(options.get("max_batch", MAX_BATCH)) // engines)
     steps = -(-int(options.get("tokens_per_step", TOKENS_PER_STEP[layout.device])) // engines)

@@ -75,3 +75,4 @@ class SamplerRoom:
     tokens_per_step: int = 0  # prompts forwarded at once
     graphs: bool = False
     engine_bytes: int = 0  # of another engine, its weights included
+    asleep_bytes: int | None = None  # of it in host memory while the trainer works; None: it stays awake

@@ -87,6 +87,8 @@ def estimate(plant: Plant) -> Estimate:
     """See the module's docstring."""
     held = _held(plant)
     moments = [Moment("loading", _loading(plant)), Moment("rollout", {**held, **_rollout(plant)})]
+    if plant.sampler.asleep_bytes is not None:
+        held = held | {"another engine": 0}
     for number, batch in enumerate(plant.micro_batches):
         moments += [Moment(name, {**held, **parts}) for name, parts in _update(plant, batch, first=number == 0)]
     if plant.roles.critic:
@@ -269,6 +271,8 @@ def _host(plant: Plant) -> dict[str, int]:
     if layout.device == "cpu":
         return {}
     parts = {"a model while it loads": shape.parameters * layout.dtype_bytes}
+    if plant.sampler.asleep_bytes:
+        parts["another engine, asleep"] = plant.sampler.asleep_bytes
     if layout.offload and layout.sharded:
         trained = shape.parameters + (plant.critic_shape.decoder_parameters if plant.roles.critic else 0)
         frozen = shape.parameters * layout.dtype_bytes if plant.roles.ref else 0
