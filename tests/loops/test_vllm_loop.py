@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from loops.toy import metric_rows, toy_config, trained, weights
 from posttrain.loops import rl
 from posttrain.runs.trajectories import read_trajectories
+from posttrain.trainer.loading import model_path
+from sampler.vllm_serving import Served
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
@@ -63,4 +67,42 @@ def test_an_engine_that_sleeps_while_trained_samples_the_same(run: rl.Run, level
         sleepy.close()
     assert seen == [(True, version if level == 1 else -1) for version in (0, 1)]
     before, after = weights(run), weights(sleepy)
+    assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    server = Served(Path(model_path("tiny_search_base")), tmp_path / "log.txt")
+    try:
+        server.start()
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+
+
+def test_a_run_trains_with_a_server_and_outlives_its_restart(
+    run: rl.Run, served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same weights as with the engine in this process: none of the server's first ones have sampled a token."""
+    server = {"engine": "vllm_server", "url": served.url, "options": {"patience_seconds": 240}}
+    over_http = rl.start(toy_config(tmp_path, sampler=server))
+
+    def restart(step: int, row: object) -> None:
+        if step == 1:
+            served.kill()
+            served.start()
+
+    over_http.on_row = restart
+    try:
+        with caplog.at_level(logging.WARNING, "posttrain"):
+            rl.train(over_http)
+    finally:
+        over_http.close()
+    rows = metric_rows(over_http)
+    assert sorted(rows) == [1, 2]
+    assert all(row["weights/probe_gap"] < 1e-4 and row["gap/max"] < 1e-3 for row in rows.values())
+    second = read_trajectories(over_http.directory.trajectories / "step-000002.parquet")
+    assert {v for t in second for v in t.policy_versions} == {-1, 1}
+    before, after = weights(run), weights(over_http)
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4

@@ -20,6 +20,7 @@ from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.requests import SamplerError
 from posttrain.sampler.server import ServerSampler
+from posttrain.sampler.vllm_server import VllmServerSampler
 from posttrain.trajectory import StopReason
 
 from .contract import Case, SamplerContract
@@ -94,6 +95,11 @@ def test_what_the_server_refuses_is_told_as_it_says_it(url: str) -> None:
         together(ServerSampler(url, tokenizer(), token="key").sample([264], params, seed=0))
     with pytest.raises(ValueError, match="concurrency"):
         ServerSampler(url, concurrency=0)
+
+
+def test_posttrain_serve_takes_no_weights(url: str) -> None:
+    with pytest.raises(SamplerError, match=r"no route /collective_rpc: start it with VLLM_SERVER_DEV_MODE=1"):
+        VllmServerSampler(policy(), url, tokenizer(), token="key")
 
 
 class Strange(BaseHTTPRequestHandler):

@@ -33,7 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for all tests here: it takes half a minute to start."""
     folder = tmp_path_factory.mktemp("served") / "model"
     policy("llama", seed=5, configs=WIDE_CONFIGS).save(folder, tokenizer())
-    server = Served(folder)
+    server = Served(folder, folder.with_name("log.txt"))
     try:
         server.start()
         server.wait()

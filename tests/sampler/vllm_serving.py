@@ -22,9 +22,10 @@ READY_SECONDS = 240
 
 @dataclass
 class Served:
-    """A server of the model in `folder`; `log` is what it says."""
+    """A server of the model in `folder`; what it says goes to `log`."""
 
     folder: Path
+    log: Path
     options: tuple[str, ...] = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", RECEIVER)
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -32,10 +33,6 @@ class Served:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
-
-    @property
-    def log(self) -> Path:
-        return self.folder.with_suffix(".log")
 
     def start(self) -> None:
         """Does not wait for it."""
