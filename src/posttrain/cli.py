@@ -101,6 +101,14 @@ def resume(
         _train(run, as_json)
 
 
+@app.command(hidden=True)
+def sample_for_run() -> None:
+    """What `cluster.samplers` are started as: answers the run that has started it."""
+    from posttrain.cluster.serving import serve as answer_run
+
+    answer_run()
+
+
 @app.command()
 def launch(
     config: Path,

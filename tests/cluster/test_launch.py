@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.cluster.beside import Samplers
 from posttrain.cluster.launch import launch_local
 
 WAIT = "\nwhile True:\n    time.sleep(0.05)\n"
@@ -102,4 +103,59 @@ def test_an_interrupt_and_a_kill_of_the_launcher_leave_no_rank(tmp_path: Path, s
     launcher.communicate(timeout=30)
     while left(tmp_path) and time.monotonic() < until:
         time.sleep(0.05)
+    assert left(tmp_path) == []
+
+
+SAMPLER = """
+import os, signal, sys, time
+from pathlib import Path
+from posttrain.cluster.launch import die_with_launcher
+die_with_launcher()
+folder = Path(sys.argv[1])
+number, seen = os.environ["POSTTRAIN_SAMPLER"], len(list(folder.glob("began*")))
+assert ":" in os.environ["POSTTRAIN_CALLS"] and os.environ["POSTTRAIN_SECRET"] and "RANK" not in os.environ
+(folder / f"began{seen}").write_text(f"{number} {os.getpid()}")
+"""
+
+
+def samplers(folder: Path, code: str, **options: int) -> Samplers:
+    path = folder / "sampler.py"
+    path.write_text(SAMPLER + code)
+    return Samplers(count=1, command=[sys.executable, str(path), str(folder)], **options)
+
+
+def test_a_sampler_that_is_killed_or_wished_away_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """The first ends by itself, the second is named by rank 0, first with the process id of somebody else."""
+    code = """
+if rank == 0:
+    def came(count):
+        while not ((folder / f"began{count}").exists() and (folder / f"began{count}").read_text()):
+            time.sleep(0.02)
+        return (folder / f"began{count}").read_text().split()
+    first, second = came(0), came(1)
+    os.write(int(os.environ["POSTTRAIN_WISHES"]), f"sampler 0 {first[1]}\\nsampler 0 {second[1]}\\n".encode())
+    came(2)
+else:
+    while not (folder / "began2").exists():
+        time.sleep(0.02)
+"""
+    dies = "if seen == 0:\n    os.kill(os.getpid(), signal.SIGKILL)" + WAIT
+    assert launch_local(script(tmp_path, code), 2, samplers(tmp_path, dies, restarts=2)) == 0
+    said = capfd.readouterr().err
+    assert [line for line in said.splitlines() if "sampler" in line] == [
+        "sampler 0 was killed by SIGKILL; it is started again (1 left)",
+        "sampler 0 was killed by SIGKILL; it is started again (0 left)",
+    ]
+    assert all(not Path(f"/proc/{(tmp_path / f'began{n}').read_text().split()[1]}").exists() for n in range(3))
+
+
+def test_a_sampler_that_fails_or_dies_too_often_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    fails = samplers(tmp_path, "raise KeyError('no such layer')", restarts=9)
+    assert launch_local(script(tmp_path, WAIT), 2, fails) == 1
+    said = capfd.readouterr().err
+    assert "sampler 0 failed with exit status 1; it said:" in said
+    assert "KeyError: 'no such layer'" in said
+    dies = samplers(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", restarts=1)
+    assert launch_local(script(tmp_path, WAIT), 1, dies) == 1
+    assert "no sampler may be started again (cluster.sampler_restarts)" in capfd.readouterr().err
     assert left(tmp_path) == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from loops.toy import metric_rows, rows, toy_config, trained, write_rows
+from posttrain.cluster import crew
 from posttrain.config import ConfigError, EvalRunConfig, RLConfig, load_config, parse_config
 from posttrain.endpoint.app import App
 from posttrain.loops import rl
@@ -40,7 +41,7 @@ def test_weights_are_published_before_every_rollout_and_old_logprobs_are_the_tra
     (tmp_path / "own").mkdir()
     (tmp_path / "shared").mkdir()
     shared = trained(toy_config(tmp_path / "shared"))
-    monkeypatch.setattr(rl, "open_sampling", _own_copy)
+    monkeypatch.setattr(crew, "open_sampling", _own_copy)
     own = trained(toy_config(tmp_path / "own"))
     assert not own.learner.sampler_shares_weights
     assert shared.learner.sampler_shares_weights
@@ -64,7 +65,7 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(sampling.sampler, "load", load)
         return sampling
 
-    monkeypatch.setattr(rl, "open_sampling", deaf)
+    monkeypatch.setattr(crew, "open_sampling", deaf)
     run = rl.start(toy_config(tmp_path, optimizer={"lr": 1e-2}))
     try:
         with pytest.raises(WeightError, match="after giving version 1 to the sampler"):
@@ -84,7 +85,13 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         (["sampler.engine=vllm", "sampling.max_staleness=1"], "run ahead with the native engine only"),
         (["sampler.engine=vllm", "trainer.ranks=2"], "vllm samples for a run on one rank"),
         (["sampler.options.max_bath=3"], r"no option of the engine native; did you mean max_batch\?"),
-        (["sampler.transport=disk"], "go with sampler.engine: vllm"),
+        (["sampler.transport=disk"], "go with sampler.engine: vllm or vllm_server, or with cluster.samplers"),
+        (["cluster.samplers=1", "sampler.transport=memory"], "no memory is shared with cluster.samplers"),
+        (["cluster.samplers=1", "sampler.engine=vllm", "sampler.sleep=1"], "have GPUs of their own"),
+        (["cluster.samplers=1", "sampling.max_staleness=1"], "rollouts run ahead in one process only"),
+        ([*SERVED, "cluster.samplers=1"], "vllm_server samples elsewhere already"),
+        (["cluster.sampler_restarts=1"], "it is for cluster.samplers, and there are none"),
+        (["cluster.timeline=x.json"], "it is Ray's, and no cluster.ray is set"),
         (["sampler.folder=x"], "folder and max_probe_gap go with sampler.engine: vllm or vllm_server"),
         (["sampler.engine=vllm", "sampler.folder=x", "sampler.transport=memory"], "goes with sampler.transport: disk"),
         ([*SERVED, "sampler.transport=memory"], "memory does not reach a server"),

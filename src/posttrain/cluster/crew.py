@@ -4,6 +4,8 @@
     begin     loads its models                             loads its models, of the same config and checkpoint
     publish   copies the weights to its sampler            the same, and empties its sampler
     sample    other things                                 answers one request of the rollout
+    gather    gives the weights to samplers elsewhere      helps to gather
+    probe     compares what these drew with the policy     helps to compute
     learn     assigns credit and updates                   the same, on its share of the micro-batches
     save      gathers the shards and writes                helps to gather
     stop      ends                                         ends
@@ -15,38 +17,58 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from posttrain.cluster.answering import Answering
+from posttrain.cluster.asking import PoolSampler
+from posttrain.cluster.giving import PoolPublisher
 from posttrain.cluster.line import Exchange, Line
-from posttrain.cluster.sampler import SpreadSampler, params_of
+from posttrain.cluster.pool import Pool
+from posttrain.cluster.sampler import SpreadSampler
+from posttrain.cluster.watch import Watch
+from posttrain.config import ClusterConfig
 from posttrain.loops.build import load_tokenizer
 from posttrain.loops.credit import Lesson, credited, kl_of_some
 from posttrain.loops.learner import Learner, Models, staged
-from posttrain.loops.samplers import sampler_of_rank
+from posttrain.loops.samplers import Sampling, open_sampling, sampler_of_rank
 from posttrain.loops.saver import Saver
 from posttrain.loops.update import update
+from posttrain.packing import Batch
 from posttrain.sampler.native import NativeSampler
 from posttrain.trainer.ranks import ALONE, Ranks
+from posttrain.weights.gather import as_json, help_to_gather
 
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """As rank 0 sees it; a run on one process has NOBODY."""
+    """As rank 0 sees it; a run on one process has NOBODY. pool: of samplers that are processes of their own."""
 
     ranks: Ranks = ALONE
     lines: tuple[Line, ...] = ()
+    pool: Pool | None = None
+    watch: Watch | None = None
 
     @classmethod
-    def muster(cls, ranks: Ranks) -> Crew:
-        """On rank 0: waits for the others to call."""
-        exchange = Exchange(os.environ["MASTER_ADDR"])
-        ranks.share((exchange.address, exchange.secret))
-        return cls(ranks, exchange.answer(ranks.size - 1))
+    def muster(cls, ranks: Ranks, settings: ClusterConfig) -> Crew:
+        """On rank 0: waits for the other ranks to call. Samplers may call from now on."""
+        pool = Pool.muster(settings) if settings.samplers else None
+        lines: tuple[Line, ...] = ()
+        if ranks.size > 1:
+            exchange = Exchange(os.environ["MASTER_ADDR"])
+            ranks.share((exchange.address, exchange.secret))
+            lines = exchange.answer(ranks.size - 1)
+        return cls(ranks, lines, pool, Watch(settings, lines, pool))
 
     def order(self, do: str, *what: Any) -> None:
         """`what` is given to every rank as it is here."""
+        if self.watch is not None:
+            self.watch.ordered = do, time.monotonic()
         for line in self.lines:
             line.send({"do": do})
         if self.lines and what:
@@ -55,12 +77,50 @@ class Crew:
     def sampler(self, local: NativeSampler) -> NativeSampler | SpreadSampler:
         return SpreadSampler(local, self.lines) if self.lines else local
 
+    def sampling(self, learner: Learner, tokenizer: Any) -> Sampling:
+        """What the run samples with: the sampler of this process, those of all ranks, or those beside them."""
+        if self.pool is None:
+            found = open_sampling(learner, tokenizer, self.sampler)
+        else:
+            found = self._apart(learner, self.pool)
+            for line in self.lines:
+                line.listen(lambda said: None)  # for its signs of life
+        if self.watch is not None:
+            self.watch.waiting = getattr(found.sampler, "waiting", dict)
+            self.watch.start()
+        return found
+
+    def _apart(self, learner: Learner, pool: Pool) -> Sampling:
+        config, sampler = learner.config, PoolSampler(pool)
+        publisher = PoolPublisher(
+            policy=learner.policy,
+            pool=pool,
+            sampler=sampler,
+            settings=config.sampler,
+            order=self.order,
+            logprobs=lambda batch: self._logprobs(learner, batch),
+            folder=Path(config.sampler.folder or config.run.directory) / "posttrain-weights",
+        )
+        sections = {name: getattr(config, name).model_dump(mode="json") for name in ("model", "sampler")}
+        engines = {"engines": config.sampling.engines, "manifest": as_json(publisher.manifest)}
+        pool.begin({"do": "begin", **sections, **engines})
+        return Sampling(sampler=sampler, publisher=publisher)
+
+    def _logprobs(self, learner: Learner, batch: Batch) -> Tensor:
+        self.order("probe", batch)
+        return logprobs_of(learner, batch)
+
     def close(self) -> None:
+        if self.watch is not None:
+            self.watch.stop()
+        if self.pool is not None:
+            self.pool.close()
         for line in self.lines:
             line.close()
 
 
 NOBODY = Crew()
+WAITS = "waits for orders"
 
 
 class LeaderLost(RuntimeError):
@@ -71,6 +131,8 @@ def follow(ranks: Ranks) -> None:
     """What every rank but the first does, until rank 0 says stop. Raises LeaderLost when rank 0 ends otherwise."""
     address, secret = ranks.receive()
     line = Line.call(address, secret, ranks.rank)
+    line.does = "loads its models"
+    line.beat()
     first = line.receive()
     if first is None:
         raise LeaderLost
@@ -78,37 +140,35 @@ def follow(ranks: Ranks) -> None:
         return
     models: Models = ranks.receive()[0]
     learner = models.load(ranks)
-    sampler = sampler_of_rank(learner, load_tokenizer(learner.config.model.path))
+    apart = learner.config.cluster.samplers
+    sampler = None if apart else sampler_of_rank(learner, load_tokenizer(learner.config.model.path))
     asyncio.run(_Follower(learner, sampler, line).serve())
 
 
 class _Follower:
-    def __init__(self, learner: Learner, sampler: NativeSampler, line: Line) -> None:
+    def __init__(self, learner: Learner, sampler: NativeSampler | None, line: Line) -> None:
         self.learner = learner
         self.sampler = sampler
         self.line = line
         self.saver = Saver(background=learner.config.checkpoint.background)
-        self._answering: dict[int, asyncio.Task[None]] = {}
+        self.answering = None if sampler is None else Answering(sampler, line)
 
     async def serve(self) -> None:
         orders: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self.line.listen(lambda said: loop.call_soon_threadsafe(orders.put_nowait, said))
+        self.line.does = WAITS
         while (order := await orders.get()) is not None:
-            match order["do"]:
-                case "sample":
-                    self._answering[order["id"]] = asyncio.create_task(self._answer(order))
-                case "cancel":
-                    if (task := self._answering.get(order["id"])) is not None:
-                        task.cancel()
-                case "release":
-                    self.sampler.release(order["session"])
-                case "stop":
-                    self.saver.wait()
-                    return
-                case do:
-                    await asyncio.gather(*self._answering.values(), return_exceptions=True)  # cancelled, not yet gone
-                    self._obey(do)
+            if self.answering is not None:
+                if self.answering.hear(order):
+                    continue
+                await self.answering.idle()
+            if order["do"] == "stop":
+                self.saver.wait()
+                return
+            self.line.does = f"does {order['do']}"
+            self._obey(order["do"])
+            self.line.does = WAITS
         raise LeaderLost
 
     def _obey(self, do: str) -> None:
@@ -116,7 +176,12 @@ class _Follower:
         match do:
             case "publish":
                 learner.publish()
-                self.sampler.reset()
+                if self.sampler is not None:
+                    self.sampler.reset()
+            case "gather":
+                help_to_gather(learner.policy)
+            case "probe":
+                logprobs_of(learner, learner.ranks.receive()[0])
             case "save":
                 self.saver.wait()
                 (draft,) = learner.ranks.receive()
@@ -128,16 +193,13 @@ class _Follower:
             case _:
                 raise ValueError(f"rank 0 orders {do!r}, which is not known here: do all ranks run the same version?")
 
-    async def _answer(self, order: Mapping[str, Any]) -> None:
-        number = order["id"]
-        how = {"seed": order["seed"], "session": order["session"]}
-        try:
-            done = await self.sampler.sample(order["ids"], params_of(order["params"]), **how)
-            self.line.send({"id": number, "sampled": asdict(done)})
-        except Exception as error:  # raised again where it was asked
-            self.line.send({"id": number, "error": str(error), "kind": type(error).__name__})
-        finally:
-            del self._answering[number]
+
+@torch.no_grad()
+def logprobs_of(learner: Learner, batch: Batch) -> Tensor:
+    """[T] on the host, at temperature 1; every rank has to ask."""
+    logprobs = learner.policy.logprobs(batch).cpu()
+    learner.let_go()
+    return logprobs
 
 
 def learn(learner: Learner, lesson: Lesson | None, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks on this machine: starts them, watches them, and leaves none behind.
+"""Ranks and samplers on this machine: starts them, watches them, and leaves none behind.
 
 Rank 0 has the terminal. Of the others only what they print is kept, and shown when one of them fails.
 """
@@ -13,26 +13,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
 
+from posttrain.cluster.beside import NO_SAMPLERS, WISHES, Beside, Samplers, Wish, calls_at, wishes_in
+from posttrain.cluster.verdict import LEADER_GONE, last_lines, verdict
+
 LAUNCHER = "POSTTRAIN_LAUNCHER"  # process id of whoever started a rank
-LEADER_GONE = 75  # exit status of a rank that only found out that rank 0 was gone
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.1
 LAST_WORDS_SECONDS = 1.0  # between the first failure and the verdict: whose fault it was
 GRACE_SECONDS = 10.0
 INTERRUPT_SECONDS = 60.0
-TAIL = 60  # lines of a failed rank
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
-    number: int
+class Started:
+    """A process and what it prints; None: on the terminal."""
+
     process: subprocess.Popen[bytes]
-    output: IO[bytes] | None  # None: the terminal's
+    output: IO[bytes] | None
 
     def tail(self) -> str:
         if self.output is None:
@@ -41,87 +43,122 @@ class _Rank:
         return last_lines(self.output.read())
 
 
-def launch_local(command: Sequence[str], count: int) -> int:
+def launch_local(command: Sequence[str], count: int, samplers: Samplers = NO_SAMPLERS) -> int:
     """Runs `command` as `count` ranks until all have ended, and returns the exit status of the whole.
 
     When one fails, the others are ended and it is named on stderr, with its last lines. An interrupt goes to rank 0,
-    which ends the run in order; a second one ends everything at once.
+    which ends the run in order; a second one ends everything at once. Samplers run beside them: one that is killed is
+    started again, one that fails ends all.
     """
-    port = free_port()
-    ranks = [_start(command, number, count, port) for number in range(count)]
-    try:
-        while (statuses := [rank.process.poll() for rank in ranks]) and None in statuses:
-            if any(statuses):
-                time.sleep(LAST_WORDS_SECONDS)
-                break
-            time.sleep(LOOK_SECONDS)
-        return verdict([rank.process.poll() or 0 for rank in ranks], lambda rank: ranks[rank].tail())
-    except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt):
-            ranks[0].process.send_signal(signal.SIGINT)
-            _wait(ranks[:1], INTERRUPT_SECONDS)
-            _wait(ranks, LAST_WORDS_SECONDS)
-        return 128 + signal.SIGINT
-    finally:
-        _end(ranks)
+    with ExitStack() as held:
+        wishes, told = os.pipe()
+        held.callback(lambda: [os.close(descriptor) for descriptor in (wishes, told)])
+        os.set_blocking(wishes, False)
+        calls, port = calls_at("127.0.0.1", free_port()) if samplers.count else {}, free_port()
+        ranks = [_start(command, _place(number, count, port) | calls, number > 0, told) for number in range(count)]
+        held.callback(lambda: end(ranks))
+        beside = _Here(samplers, calls)
+        held.callback(beside.end)
+        try:
+            while (statuses := [rank.process.poll() for rank in ranks]) and None in statuses:
+                _grant(read_wishes(wishes), {"rank": ranks, "sampler": beside.started})
+                if (status := beside.look()) is not None:
+                    return status
+                if any(statuses):
+                    time.sleep(LAST_WORDS_SECONDS)
+                    break
+                time.sleep(LOOK_SECONDS)
+            return verdict([rank.process.poll() or 0 for rank in ranks], lambda rank: ranks[rank].tail())
+        except KeyboardInterrupt:
+            with suppress(KeyboardInterrupt):
+                ranks[0].process.send_signal(signal.SIGINT)
+                _wait(ranks[:1], INTERRUPT_SECONDS)
+                _wait(ranks, LAST_WORDS_SECONDS)
+            return 128 + signal.SIGINT
 
 
-def last_lines(said: bytes) -> str:
-    return "\n".join(said.decode(errors="replace").splitlines()[-TAIL:])
+def _grant(wishes: Sequence[Wish], started: Mapping[str, Sequence[Started]]) -> None:
+    """Ends processes that rank 0 has named, unless others are in their places already."""
+    for wish in wishes:
+        process = started[wish.kind][wish.number].process
+        if process.pid == wish.process and process.poll() is None:
+            process.kill()
+            process.wait()
 
 
-def was_killed(status: int) -> bool:
-    """Whether an exit status of a launch tells of a rank that was killed, and not by whoever started the run."""
-    return status in {128 + signal.SIGKILL, 128 + signal.SIGBUS, 128 + signal.SIGSEGV, 128 + signal.SIGABRT}
+class _Here:
+    """The samplers of a launch on this machine."""
+
+    def __init__(self, samplers: Samplers, calls: dict[str, str]) -> None:
+        self._samplers, self._calls = samplers, calls
+        self.started: list[Started] = []
+        self._beside = Beside(samplers, start=self._begin, tail=self._tail)
+
+    def look(self) -> int | None:
+        """Starts again who was killed; the exit status of the run when it cannot go on."""
+        return self._beside.look([one.process.poll() for one in self.started])
+
+    def end(self) -> None:
+        end(self.started)
+
+    def _begin(self, number: int) -> None:
+        """Also in the place of one that has ended."""
+        end(self.started[number : number + 1])
+        place = self._calls | self._samplers.place(number, self._samplers.count)
+        self.started[number : number + 1] = [_start(self._samplers.command, place, True)]
+
+    def _tail(self, number: int) -> str:
+        return self.started[number].tail()
 
 
-def _start(command: Sequence[str], number: int, count: int, port: int) -> _Rank:
+def read_wishes(descriptor: int) -> list[Wish]:
+    """See `wishes_in`; does not wait for any."""
+    said = b""
+    with suppress(BlockingIOError):
+        while more := os.read(descriptor, 1 << 12):
+            said += more
+    return wishes_in(said)
+
+
+def _place(number: int, count: int, port: int) -> dict[str, str]:
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHER: str(os.getpid())}
-    environment = {**os.environ, **{key: str(value) for key, value in place.items()}, **address}
-    output = tempfile.TemporaryFile() if number else None  # noqa: SIM115 -- closed in `_end`
+    return {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _start(command: Sequence[str], place: Mapping[str, str], keeps: bool, told: int | None = None) -> Started:
+    """keeps: what it prints goes to a file, which is closed in `end`. told: where rank 0 writes wishes."""
+    environment = {**os.environ, **place, LAUNCHER: str(os.getpid())} | ({} if told is None else {WISHES: str(told)})
+    output = tempfile.TemporaryFile() if keeps else None  # noqa: SIM115
     # a session of its own: the terminal's interrupt is for us, and we pass it on once
-    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    return _Rank(number, process, output)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        pass_fds=() if told is None else (told,),
+    )
+    return Started(process, output)
 
 
-def verdict(statuses: Sequence[int], tail: Callable[[int], str]) -> int:
-    """0 when all ranks ended well; otherwise says which one is to blame, with its last lines, and gives its status.
-
-    Not one that only noticed that another one was gone: one that was killed goes before one that failed, and rank 0,
-    which says itself what it failed of, comes last.
-    """
-    failed = [rank for rank, status in enumerate(statuses) if status]
-    if not failed:
-        return 0
-    killed = [rank for rank in failed if statuses[rank] < 0]
-    others = [rank for rank in failed if rank and statuses[rank] != LEADER_GONE]
-    guilty = (killed or others or failed)[0]
-    status = statuses[guilty]
-    if guilty or status < 0:
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"failed with exit status {status}"
-        said = tail(guilty)
-        print(f"rank {guilty} {how}" + (f"; it said:\n{said}" if said else ""), file=sys.stderr)
-    return 128 - status if status < 0 else status
-
-
-def _wait(ranks: Sequence[_Rank], seconds: float) -> None:
+def _wait(started: Sequence[Started], seconds: float) -> None:
     until = time.monotonic() + seconds
-    while time.monotonic() < until and any(rank.process.poll() is None for rank in ranks):
+    while time.monotonic() < until and any(one.process.poll() is None for one in started):
         time.sleep(LOOK_SECONDS)
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.terminate()
-    _wait(ranks, GRACE_SECONDS)
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.process.kill()
-        rank.process.wait()
-        if rank.output is not None:
-            rank.output.close()
+def end(started: Sequence[Started]) -> None:
+    """Of all of them, in order at first."""
+    for one in started:
+        if one.process.poll() is None:
+            one.process.terminate()
+    _wait(started, GRACE_SECONDS)
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.wait()
+        if one.output is not None:
+            one.output.close()
 
 
 def die_with_launcher() -> None:

@@ -1,19 +1,26 @@
-"""What two processes of one run say to each other: one JSON object a line, over TCP.
+"""What two processes of one run say to each other: one JSON object a line, over TCP, and signs of life between them.
 
-Only between ranks that have met in `torch.distributed` before, which is how they know the address and the secret.
+Address and secret are known from elsewhere: to ranks by `torch.distributed`, to samplers from who started them.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import torch
+
+Result = TypeVar("Result")
+BEAT_SECONDS = 1.0
 SECONDS = 60.0  # for a rank that is there already to call
 
 
@@ -22,11 +29,14 @@ class RankLost(RuntimeError):
 
 
 class Line:
-    """One end of a connection; `rank` is whoever is at the other end."""
+    """One end of a connection; `rank` is the number of whoever is at the other end, and `kind` what it is."""
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
+    def __init__(self, connection: socket.socket, rank: int, kind: str = "rank") -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.rank = rank
+        self.rank, self.kind = rank, kind
+        self.said: dict[str, Any] = {}  # with which the other end called
+        self.heard = self.moved = time.monotonic()  # when something came, and when something besides signs of life
+        self.does = self.doing = ""  # what this end does, and what the other end does, for signs of life
         self._socket = connection
         self._read = connection.makefile("rb")
         self._sending = threading.Lock()
@@ -34,10 +44,10 @@ class Line:
 
     @classmethod
     def call(cls, address: tuple[str, int], secret: str, rank: int) -> Self:
-        """From `rank` to rank 0."""
+        """From a rank or sampler of this number to rank 0."""
         line = cls(socket.create_connection(address, SECONDS), 0)
         line._socket.settimeout(None)
-        line.send({"secret": secret, "rank": rank})
+        line.send({"secret": secret, "rank": rank, "process": os.getpid()})
         return line
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -46,7 +56,7 @@ class Line:
             with self._sending:
                 self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise RankLost(f"rank {self.rank} is gone ({error})") from error
+            raise RankLost(f"{self} is gone ({error})") from error
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None when the other end is closed."""
@@ -56,22 +66,47 @@ class Line:
         except (OSError, ValueError):
             return None
 
+    @property
+    def process(self) -> int:
+        """Process id of whoever called, on its machine."""
+        return int(self.said.get("process", 0))
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.rank}"
+
+    def beat(self) -> None:
+        """From now on gives a sign of life every second, on a thread of its own, until the other end is gone."""
+
+        def work() -> None:
+            with suppress(RankLost):
+                while True:
+                    self.send({"beat": self.does})
+                    time.sleep(BEAT_SECONDS)
+
+        threading.Thread(target=work, name="beat", daemon=True).start()
+
     def listen(self, hear: Callable[[dict[str, Any] | None], object]) -> None:
-        """Gives every message to `hear`, on a thread of its own, and None at the end."""
+        """Gives every message to `hear`, on a thread of its own, and None at the end. Signs of life it keeps."""
+        self.heard = self.moved = time.monotonic()
 
         def work() -> None:
             while (message := self.receive()) is not None:
+                self.heard = time.monotonic()
+                if "beat" in message:
+                    self.doing = message["beat"]
+                    continue
+                self.moved = self.heard
                 hear(message)
             hear(None)
 
-        self._reader = threading.Thread(target=work, name=f"rank {self.rank}", daemon=True)
+        self._reader = threading.Thread(target=work, name=str(self), daemon=True)
         self._reader.start()
 
     def close(self) -> None:
         """Both ends hear it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        if self._reader is not None:
+        if self._reader not in (None, threading.current_thread()):
             self._reader.join()
         self._read.close()
         self._socket.close()
@@ -80,12 +115,13 @@ class Line:
 class Exchange:
     """Where rank 0 is called. `secret` keeps out whoever else can reach the port."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, port: int = 0, secret: str | None = None) -> None:
+        """port: 0 takes a free one. secret: None makes one."""
         local = host in ("localhost", "127.0.0.1", "::1")
-        self._server = socket.create_server(("127.0.0.1" if local else "", 0))
+        self._server = socket.create_server(("127.0.0.1" if local else "", port))
         self._server.settimeout(SECONDS)
         self.address = ("127.0.0.1" if local else host, int(self._server.getsockname()[1]))
-        self.secret = secrets.token_hex(16)
+        self.secret = secrets.token_hex(16) if secret is None else secret
 
     def answer(self, count: int) -> tuple[Line, ...]:
         """Lines to ranks 1 to `count`, in this order. Raises RankLost when one of them does not call."""
@@ -97,13 +133,55 @@ class Exchange:
                 except TimeoutError:
                     missing = sorted({*range(1, count + 1)} - found.keys())
                     raise RankLost(f"ranks {missing} did not call within {SECONDS:.0f} seconds") from None
-                connection.settimeout(SECONDS)
-                line = Line(connection, -1)
-                said = line.receive() or {}
-                if not hmac.compare_digest(str(said.get("secret")), self.secret):
-                    line.close()
-                    continue
-                connection.settimeout(None)
-                line.rank = int(said["rank"])
-                found[line.rank] = line
+                if (line := self._admitted(connection, "rank")) is not None:
+                    found[line.rank] = line
         return tuple(found[rank] for rank in sorted(found))
+
+    def keep_answering(self, kind: str, hear: Callable[[Line], None]) -> None:
+        """Gives a line to everybody who calls, one at a time, to `hear`, on a thread of its own, until `close`."""
+
+        def work() -> None:
+            while True:
+                try:
+                    connection, _ = self._server.accept()
+                except TimeoutError:
+                    continue
+                except OSError:  # closed
+                    return
+                if (line := self._admitted(connection, kind)) is not None:
+                    hear(line)
+
+        threading.Thread(target=work, name=f"calls of a {kind}", daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # who waits in `accept` wakes up
+        self._server.close()
+
+    def _admitted(self, connection: socket.socket, kind: str) -> Line | None:
+        """None for who does not know the secret."""
+        connection.settimeout(SECONDS)
+        line = Line(connection, -1, kind)
+        said = line.receive() or {}
+        if not hmac.compare_digest(str(said.get("secret")), self.secret):
+            line.close()
+            return None
+        connection.settimeout(None)
+        line.rank, line.said = int(said["rank"]), said
+        return line
+
+
+def on_a_thread(work: Callable[[], Result]) -> Future[Result]:
+    """`work`, on a thread that nobody waits for at the end of the process."""
+    done = Future[Result]()
+    threads = torch.get_num_threads()
+
+    def run() -> None:
+        torch.set_num_threads(threads)  # a new thread would start with one per core
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done

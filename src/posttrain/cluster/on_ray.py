@@ -1,9 +1,10 @@
-"""Ranks placed by Ray: one actor per rank, with its share of cores and its GPU, all of them or none.
+"""Ranks and samplers placed by Ray: one actor each, with its share of cores and its GPU, all of them or none.
 
 An actor only holds the place: the rank is a process of its own, the very command that this machine would run, so that
 what trains is the same program. Run directory, config and data must lie where every node finds them.
 
-    driver      waits for the placement group; starts the ranks; prints what rank 0 prints; waits for all to end
+    driver      waits for the placement group; starts the ranks and the samplers; prints what rank 0 prints; starts
+                samplers again that were killed, or that rank 0 names; waits for the ranks to end
     seat        starts a process; keeps its last lines; ends it when the driver or the seat goes
 """
 
@@ -17,10 +18,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from posttrain.cluster.launch import GRACE_SECONDS, LEADER_GONE, last_lines, verdict
-from posttrain.cluster.seat import Seat
+from posttrain.cluster.beside import NO_SAMPLERS, Beside, Samplers, Wish, calls_at
+from posttrain.cluster.launch import GRACE_SECONDS
+from posttrain.cluster.seat import Place, Seat
+from posttrain.cluster.verdict import LEADER_GONE, last_lines, verdict
 from posttrain.config import ClusterConfig, ConfigError
 
 LOOK_SECONDS = 0.2
@@ -28,7 +32,9 @@ REACH_SECONDS = 10.0
 KILLED = -signal.SIGKILL  # what is known of a rank whose node is gone
 
 
-def launch_ray(command: Sequence[str], count: int, *, cluster: ClusterConfig, gpus: bool) -> int:
+def launch_ray(
+    command: Sequence[str], count: int, samplers: Samplers = NO_SAMPLERS, *, cluster: ClusterConfig, gpus: bool
+) -> int:
     """As `launch_local`, on a Ray cluster. Raises ConfigError when it has no room within `cluster.wait_seconds`."""
     try:
         import ray
@@ -36,16 +42,19 @@ def launch_ray(command: Sequence[str], count: int, *, cluster: ClusterConfig, gp
         raise ConfigError(["cluster.ray: Ray is not installed; pip install 'posttrain[ray]'"]) from error
     _join(ray, count, cluster)
     try:
-        seats = _seats(ray, count, cluster, gpus=gpus)
-        return _watched(ray, seats, command)
+        room = _Room(ray, count, cluster, gpus=gpus)
+        return _Launch(ray, room, command, count, samplers).watched()
     finally:
+        if cluster.timeline is not None:
+            ray.timeline(str(cluster.timeline))
         ray.shutdown()  # a local cluster ends; elsewhere the seats and the placement group go with their owner
 
 
 def _join(ray: Any, count: int, cluster: ClusterConfig) -> None:
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "warning"}
     if cluster.ray == "local":
-        ray.init(num_cpus=cluster.num_cpus or count * cluster.cpus_per_rank, address="local", **quiet)
+        cores = count * cluster.cpus_per_rank + cluster.samplers * cluster.cpus_per_sampler
+        ray.init(num_cpus=cluster.num_cpus or cores, address="local", **quiet)
         return
     try:
         if (place := re.fullmatch(r"(.+):(\d+)", str(cluster.ray))) is not None:  # else Ray itself tries for minutes
@@ -56,41 +65,140 @@ def _join(ray: Any, count: int, cluster: ClusterConfig) -> None:
         raise ConfigError([f"cluster.ray: no Ray cluster at {cluster.ray!r} ({error}); {fix}"]) from error
 
 
-def _seats(ray: Any, count: int, cluster: ClusterConfig, *, gpus: bool) -> list[Any]:
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+class _Room:
+    """The placement group: a bundle for every rank, then one for every sampler."""
 
-    share = {"CPU": float(cluster.cpus_per_rank)} | ({"GPU": 1.0} if gpus else {})
-    group = placement_group([share] * count, strategy="PACK")
-    if not group.wait(cluster.wait_seconds):
-        asked = {name: amount * count for name, amount in share.items()}
-        there = {name: ray.cluster_resources().get(name, 0) for name in share}
-        free = {name: ray.available_resources().get(name, 0) for name in share}
-        has = f"after {cluster.wait_seconds} s the cluster has {there} in all and {free} free"
-        raise ConfigError([f"cluster.ray: {count} ranks ask for {asked}; {has}"])
-    seat = ray.remote(Seat)
-    return [
-        seat.options(
-            num_cpus=share["CPU"],
-            num_gpus=share.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        ).remote()
-        for index in range(count)
-    ]
+    def __init__(self, ray: Any, ranks: int, cluster: ClusterConfig, *, gpus: bool) -> None:
+        from ray.util.placement_group import placement_group
+
+        self._ray = ray
+        gpu = {"GPU": 1.0} if gpus else {}
+        self.bundles = [{"CPU": float(cluster.cpus_per_rank)} | gpu] * ranks
+        self.bundles += [{"CPU": float(cluster.cpus_per_sampler)} | gpu] * cluster.samplers
+        self._group = placement_group(self.bundles, strategy="PACK")
+        if not self._group.wait(cluster.wait_seconds):
+            asked = {name: sum(bundle[name] for bundle in self.bundles) for name in self.bundles[0]}
+            there = {name: ray.cluster_resources().get(name, 0) for name in asked}
+            free = {name: ray.available_resources().get(name, 0) for name in asked}
+            who = f"{ranks} ranks" + (f" and {cluster.samplers} samplers" if cluster.samplers else "")
+            has = f"after {cluster.wait_seconds} s the cluster has {there} in all and {free} free"
+            raise ConfigError([f"cluster.ray: {who} ask for {asked}; {has}"])
+
+    def seat(self, index: int) -> Any:
+        """An actor in this bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        share = self.bundles[index]
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        seat = self._ray.remote(Seat)
+        options = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy}
+        return seat.options(**options).remote()
 
 
-def _watched(ray: Any, seats: Sequence[Any], command: Sequence[str]) -> int:
-    places = ray.get([seat.where.remote() for seat in seats])
-    _, address, port = places[0]
-    for seat, place in zip(seats, _numbered([node for node, _, _ in places]), strict=True):
-        ray.get(seat.begin.remote(command, {**place, "MASTER_ADDR": address, "MASTER_PORT": str(port)}, os.getcwd()))
-    said = [b""] * len(seats)
-    try:
-        return verdict(_ended(ray, seats, said), lambda rank: last_lines(said[rank]) if rank else "")
-    except KeyboardInterrupt:
-        ray.get(seats[0].tell.remote(signal.SIGINT))
-        _ended(ray, seats, said)
-        return 128 + signal.SIGINT
+@dataclass(slots=True)
+class _Seated:
+    """A seat, and what is known of its process."""
+
+    actor: Any
+    said: bytes = b""
+    status: int | None = None
+    wishes: tuple[Wish, ...] = ()
+
+    def look(self, ray: Any) -> bytes:
+        """Brings it up to date; what it has printed since the last time. A seat that does not answer may start yet."""
+        try:
+            seen = ray.get(self.actor.state.remote(len(self.said)), timeout=REACH_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            return b""
+        except ray.exceptions.RayActorError:
+            self.status = KILLED
+            return b""
+        self.status, self.wishes = seen.status, seen.wishes
+        self.said += seen.said
+        return seen.said
+
+
+class _Launch:
+    """A launch while it runs."""
+
+    def __init__(self, ray: Any, room: _Room, command: Sequence[str], count: int, samplers: Samplers) -> None:
+        self._ray, self._room, self._samplers = ray, room, samplers
+        self._seats = [_Seated(room.seat(index)) for index in range(count + samplers.count)]
+        self._ranks, self._beside = self._seats[:count], self._seats[count:]
+        places: list[Place] = ray.get([seat.actor.where.remote() for seat in self._seats])
+        port, calls = places[0].ports
+        meet = {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(port)}
+        self._calls = calls_at(places[0].address, calls) if samplers.count else {}
+        self._nodes = [place.node for place in places[count:]]
+        for seat, place in zip(self._ranks, _numbered([place.node for place in places[:count]]), strict=True):
+            ray.get(seat.actor.begin.remote(command, place | meet | self._calls, os.getcwd()))
+
+    def watched(self) -> int:
+        beside = Beside(self._samplers, start=self._begin, tail=lambda n: last_lines(self._beside[n].said))
+        try:
+            if (status := self._until_ended(beside)) is not None:
+                return status
+            statuses = [seat.status or 0 for seat in self._ranks]
+            return verdict(statuses, lambda rank: last_lines(self._ranks[rank].said) if rank else "")
+        except KeyboardInterrupt:
+            self._ray.get(self._ranks[0].actor.tell.remote(signal.SIGINT))
+            self._until_ended(beside)
+            return 128 + signal.SIGINT
+
+    def _until_ended(self, beside: Beside) -> int | None:
+        """Once a rank has failed, the others get some seconds to end by themselves, and are ended then. Not None: the
+        samplers cannot go on."""
+        until: float | None = None
+        while any(seat.status is None for seat in self._ranks):
+            self._look_at_ranks()
+            self._grant(self._ranks[0].wishes)
+            if any(seat.status for seat in self._ranks):
+                until = until or time.monotonic() + GRACE_SECONDS
+            elif (status := self._look_at_samplers(beside)) is not None:
+                return status
+            if until is not None and time.monotonic() > until:
+                for seat in [seat for seat in self._ranks if seat.status is None]:
+                    seat.actor.tell.remote(signal.SIGKILL)
+                    seat.status = LEADER_GONE  # ended by us: not the one to blame
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def _look_at_ranks(self) -> None:
+        """What rank 0 has printed is printed here."""
+        for rank, seat in enumerate(self._ranks):
+            if seat.status is None:
+                said = seat.look(self._ray)
+                if rank == 0:
+                    sys.stdout.write(said.decode(errors="replace"))
+                    sys.stdout.flush()
+
+    def _grant(self, wishes: Sequence[Wish]) -> None:
+        """Ends processes that rank 0 has named, unless others are in their places already."""
+        for wish in wishes:
+            seats = self._ranks if wish.kind == "rank" else self._beside
+            seats[wish.number].actor.tell.remote(signal.SIGKILL, wish.process)
+
+    def _look_at_samplers(self, beside: Beside) -> int | None:
+        for seat in self._beside:
+            if seat.status is None:
+                seat.look(self._ray)
+        return beside.look([seat.status for seat in self._beside])
+
+    def _begin(self, number: int) -> None:
+        """A sampler's process, on its seat or, when the seat is gone, on another one in the same bundle."""
+        seat = self._beside[number]
+        if seat.status == KILLED and not self._answers(seat):
+            seat = self._beside[number] = _Seated(self._room.seat(len(self._ranks) + number))
+        seat.status, seat.said = None, b""
+        place = self._calls | self._samplers.place(number, Counter(self._nodes)[self._nodes[number]])
+        seat.actor.begin.remote(self._samplers.command, place, os.getcwd())
+
+    def _answers(self, seat: _Seated) -> bool:
+        try:
+            self._ray.get(seat.actor.tell.remote(0), timeout=REACH_SECONDS)
+        except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
+            return False
+        return True
 
 
 def _numbered(nodes: Sequence[str]) -> list[dict[str, str]]:
@@ -102,35 +210,3 @@ def _numbered(nodes: Sequence[str]) -> list[dict[str, str]]:
         places.append({name: str(number) for name, number in numbers.items()})
         seen[node] += 1
     return places
-
-
-def _ended(ray: Any, seats: Sequence[Any], said: list[bytes]) -> list[int]:
-    """Exit statuses. Once one has failed, the others get some seconds to end by themselves, and are ended then.
-
-    said: what each has printed; that of rank 0 is printed here as it comes.
-    """
-    statuses: list[int | None] = [None] * len(seats)
-    until: float | None = None
-    while None in statuses:
-        for rank, seat in enumerate(seats):
-            if statuses[rank] is None:
-                statuses[rank], more = _look(ray, seat, len(said[rank]))
-                said[rank] += more
-                if rank == 0:
-                    sys.stdout.write(more.decode(errors="replace"))
-                    sys.stdout.flush()
-        if any(statuses) and until is None:
-            until = time.monotonic() + GRACE_SECONDS
-        if until is not None and time.monotonic() > until:
-            for rank in [rank for rank, status in enumerate(statuses) if status is None]:
-                seats[rank].tell.remote(signal.SIGKILL)
-                statuses[rank] = LEADER_GONE  # ended by us: not the one to blame
-        time.sleep(LOOK_SECONDS)
-    return [status for status in statuses if status is not None]
-
-
-def _look(ray: Any, seat: Any, seen: int) -> tuple[int | None, bytes]:
-    try:
-        return ray.get(seat.state.remote(seen))
-    except ray.exceptions.RayActorError:
-        return KILLED, b""

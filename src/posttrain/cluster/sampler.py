@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ class _Open:
     rank: int
     future: asyncio.Future[Sampled]
     loop: asyncio.AbstractEventLoop
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -78,6 +80,14 @@ class SpreadSampler:
         self._prompts.clear()
         self._sessions.clear()
 
+    def waiting(self) -> dict[str, tuple[int, float]]:
+        """Name -> (open requests, when the oldest was made) of every other rank that has some."""
+        found: dict[str, tuple[int, float]] = {}
+        for asked in list(self._open.values()):
+            count, oldest = found.get(name := f"rank {asked.rank}", (0, asked.since))
+            found[name] = (count + 1, min(oldest, asked.since))
+        return found
+
     def _home(self, prompt: tuple[int, ...], session: str | None) -> int:
         rank = self._sessions.get(session or "", self._prompts.get(prompt, -1))
         if rank < 0:
@@ -119,10 +129,10 @@ class SpreadSampler:
     def _settle(self, number: int, answer: Sampled | Exception) -> None:
         waiting = self._open.pop(number, None)
         if waiting is not None and not waiting.loop.is_closed():
-            waiting.loop.call_soon_threadsafe(_give, waiting.future, answer)
+            waiting.loop.call_soon_threadsafe(give, waiting.future, answer)
 
 
-def _give(future: asyncio.Future[Sampled], answer: Sampled | Exception) -> None:
+def give(future: asyncio.Future[Sampled], answer: Sampled | Exception) -> None:
     if future.done():
         return
     if isinstance(answer, Exception):

@@ -1,13 +1,36 @@
-"""A place that Ray has given to a rank, as an actor. Imports little: every seat loads it."""
+"""A place that Ray has given to a rank or a sampler, as an actor. Imports little: every seat loads it."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
 
-from posttrain.cluster.launch import LAUNCHER, free_port
+from posttrain.cluster.beside import WISHES, Wish
+from posttrain.cluster.launch import LAUNCHER, read_wishes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a seat is: its node, the node's address, and two ports that are free there."""
+
+    node: str
+    address: str
+    ports: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What became of a process: its exit status, None while it runs; what it printed behind what was known; and what
+    rank 0 wishes, see `beside.wishes_in`."""
+
+    status: int | None
+    said: bytes
+    wishes: tuple[Wish, ...] = ()
 
 
 class Seat:
@@ -15,27 +38,41 @@ class Seat:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the seat
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the seat
+        self._wishes, self._told = os.pipe()
+        os.set_blocking(self._wishes, False)
 
-    def where(self) -> tuple[str, str, int]:
-        """(node, its address, a free port there)"""
+    def where(self) -> Place:
         import ray
 
         address: str = ray.util.get_node_ip_address()
-        return ray.get_runtime_context().get_node_id(), address, free_port(address)
+        with socket.create_server((address, 0)) as one, socket.create_server((address, 0)) as other:
+            ports = (int(one.getsockname()[1]), int(other.getsockname()[1]))
+        return Place(ray.get_runtime_context().get_node_id(), address, ports)
 
     def begin(self, command: Sequence[str], place: Mapping[str, str], folder: str) -> None:
-        environment = {**os.environ, **place, LAUNCHER: str(os.getpid())}
+        """Starts a process; what an earlier one here has printed is forgotten."""
+        self.tell(9)
+        self._output.close()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = {**os.environ, **place, LAUNCHER: str(os.getpid()), WISHES: str(self._told)}
         self._process = subprocess.Popen(
-            list(command), env=environment, cwd=folder, stdout=self._output, stderr=subprocess.STDOUT
+            list(command),
+            env=environment,
+            cwd=folder,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(self._told,),
         )
 
-    def state(self, seen: int) -> tuple[int | None, bytes]:
-        """(exit status, None while it runs; what it printed behind the first `seen` bytes)"""
+    def state(self, seen: int) -> Seen:
+        """seen: bytes of its output that are known."""
         assert self._process is not None
         status = self._process.poll()
-        return status, os.pread(self._output.fileno(), 1 << 20, seen)
+        return Seen(status, os.pread(self._output.fileno(), 1 << 20, seen), tuple(read_wishes(self._wishes)))
 
-    def tell(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+    def tell(self, number: int, process: int | None = None) -> None:
+        """Sends a signal, while it runs. process: only if that is its id."""
+        here = self._process
+        if here is not None and here.poll() is None and process in (None, here.pid):
+            here.send_signal(number)

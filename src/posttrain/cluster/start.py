@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import torch
+
+from posttrain.cluster.beside import CALLS, Samplers
 from posttrain.cluster.crew import NOBODY, Crew, LeaderLost, follow
-from posttrain.cluster.launch import LEADER_GONE, die_with_launcher, launch_local, was_killed
+from posttrain.cluster.launch import die_with_launcher, launch_local
 from posttrain.cluster.on_ray import launch_ray
-from posttrain.config import ConfigError, RLConfig
+from posttrain.cluster.verdict import LEADER_GONE, was_killed
+from posttrain.config import ClusterConfig, ConfigError, RLConfig
 from posttrain.trainer.loading import pick_device
 from posttrain.trainer.ranks import Ranks, join_ranks, leave_ranks, world_size
+
+PROGRAM = (sys.executable, "-m", "posttrain")
 
 
 @contextmanager
@@ -23,12 +30,13 @@ def mustered(config: RLConfig, ranks: int | None = None) -> Iterator[Crew | None
     One process: nothing happens. `trainer.ranks` (or `ranks`, instead): starts as many with this process's arguments,
     and waits for them. Started as one of several, by that or by torchrun: meets them.
     """
-    wanted, there = ranks or config.trainer.ranks, world_size()
+    wanted, there, samplers = ranks or config.trainer.ranks, world_size(), config.cluster.samplers
+    begun = there > 1 or CALLS in os.environ
     if there == 1:
         _check(config, wanted)
-    if there == wanted == 1 and config.cluster.ray is None:
+    if not begun and wanted == 1 and config.cluster.ray is None and not samplers:
         yield NOBODY
-    elif there == 1:
+    elif not begun:
         status = _launched(config, wanted)
         if status:
             sys.exit(status)
@@ -36,6 +44,9 @@ def mustered(config: RLConfig, ranks: int | None = None) -> Iterator[Crew | None
     else:
         if wanted not in (1, there):
             raise ConfigError([f"trainer.ranks is {wanted}, but {there} ranks were started; leave it out"])
+        if samplers and CALLS not in os.environ:
+            fix = "give trainer.ranks (and cluster.ray, for several machines) instead"
+            raise ConfigError([f"cluster.samplers is {samplers}, and torchrun starts none; {fix}"])
         yield from _met(config)
 
 
@@ -45,15 +56,32 @@ def _launched(config: RLConfig, count: int) -> int:
     launch = (
         launch_local if config.cluster.ray is None else partial(launch_ray, cluster=config.cluster, gpus=_gpus(config))
     )
-    arguments, status = sys.argv[1:], 0
+    arguments, status, samplers = sys.argv[1:], 0, _samplers(config, count)
     for left in range(config.trainer.restarts, -1, -1):
-        status = launch([sys.executable, "-m", "posttrain", *arguments], count)
+        status = launch([*PROGRAM, *arguments], count, samplers)
         if not was_killed(status) or not left:
             break
         print(f"starting {count} ranks again from the last checkpoint; {left - 1} restarts are left", file=sys.stderr)
         if (config.run.directory / "config.yaml").is_file():
             arguments = ["resume", str(config.run.directory), "--ranks", str(count)]
     return status
+
+
+def _samplers(config: RLConfig, ranks: int) -> Samplers:
+    cluster = config.cluster
+    devices = devices_for(ranks, cluster.samplers) if cluster.samplers and not cluster.ray and _gpus(config) else ()
+    command = [*PROGRAM, "sample-for-run"]
+    return Samplers(count=cluster.samplers, restarts=cluster.sampler_restarts, command=command, devices=devices)
+
+
+def devices_for(ranks: int, samplers: int) -> list[str]:
+    """The GPUs of this machine that the ranks leave, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
+    if len(names) < ranks + samplers:
+        asked = f"{ranks} ranks and {samplers} samplers need a GPU each, this machine shows {len(names)}"
+        raise ConfigError([f"cluster.samplers: {asked}; ask for fewer, or set model.device=cpu"])
+    return names[ranks : ranks + samplers]
 
 
 def _gpus(config: RLConfig) -> bool:
@@ -65,7 +93,7 @@ def _met(config: RLConfig) -> Iterator[Crew | None]:
     joined = join_ranks(pick_device(config.model.device))
     try:
         if joined.leads:
-            yield from _leading(joined)
+            yield from _leading(joined, config.cluster)
         else:
             _following(joined)
             yield None
@@ -73,8 +101,8 @@ def _met(config: RLConfig) -> Iterator[Crew | None]:
         leave_ranks()
 
 
-def _leading(ranks: Ranks) -> Iterator[Crew]:
-    crew = Crew.muster(ranks)
+def _leading(ranks: Ranks, cluster: ClusterConfig) -> Iterator[Crew]:
+    crew = Crew.muster(ranks, cluster)
     try:
         yield crew
         crew.order("stop")

@@ -27,6 +27,7 @@ from posttrain.trainer.ranks import ALONE, Ranks
 from posttrain.trainer.sequence import SequenceGroup
 from posttrain.trainer.sharding import copy_weights, let_go
 from posttrain.trainer.shards_on_disk import read_shards, write_shards
+from posttrain.weights.gather import gathered_state
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 CRITIC_OPTIMIZER_FILE = "critic_optimizer.safetensors"
@@ -41,8 +42,8 @@ class Learner:
     """The models of a run. `ref` is there only when a KL is asked for, `critic` only when the config has one.
 
     On several ranks every one of them holds a learner, whose models are sharded; `replica` is then the whole policy in
-    the dtype that it computes in, for the sampler of this rank. In an asynchronous run it is what the sampler goes on
-    with while the policy is trained.
+    the dtype that it computes in, for the sampler of this rank (samplers apart have their own). In an asynchronous run
+    it is what the sampler goes on with while the policy is trained.
     """
 
     config: RLConfig
@@ -51,7 +52,7 @@ class Learner:
     ref: Policy | None = None
     critic: Critic | None = None
     critic_optimizer: Optimizer | None = None
-    sampler_shares_weights: bool = True  # the sampler runs `policy` itself
+    sampler_shares_weights: bool = True  # and computes as `policy` does: its log-probs need not be computed again
     kl_coef: float = 0.0  # as the controller has left it
     running: Running = field(default_factory=Running)  # of all rewards so far, for their normalisation
     ranks: Ranks = ALONE
@@ -178,7 +179,7 @@ def make_learner(
         kl_coef=config.algorithm.kl_coef,
         ranks=ranks,
         sequence=sequence,
-        replica=Policy.from_config(model) if ranks.size > 1 or config.sampling.max_staleness is not None else None,
+        replica=Policy.from_config(model) if _needs_replica(config, ranks) else None,
     )
     if config.critic is not None:
         start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
@@ -192,6 +193,11 @@ def make_learner(
         memory = json.loads((checkpoint / MEMORY_FILE).read_text(encoding="utf-8"))
         learner.kl_coef, learner.running = memory["kl_coef"], Running(**memory["running"])
     return learner
+
+
+def _needs_replica(config: RLConfig, ranks: Ranks) -> bool:
+    samples_here = not config.cluster.samplers
+    return samples_here and (ranks.size > 1 or config.sampling.max_staleness is not None)
 
 
 Model = TypeVar("Model", Policy, Critic)
@@ -244,14 +250,15 @@ def staged(learner: Learner, tokenizer: Any = None) -> Callable[[Path], None]:
     Every rank has to ask, and to write: rank 0 what was gathered, and with `checkpoint.sharded` each its shards.
     """
     learner.publish()
-    leads, config = learner.ranks.leads, learner.config.checkpoint
+    leads = learner.ranks.leads
     writes = [_staged_state(learner, learner.optimizer, OPTIMIZER_FILE)]
     if learner.critic is not None and learner.critic_optimizer is not None:
         critic, values = learner.critic, learner.critic.state(keep=leads)
         writes += [_staged_state(learner, learner.critic_optimizer, CRITIC_OPTIMIZER_FILE)]
         writes += [lambda folder: critic.save(folder / CRITIC_FOLDER, values)] if leads else []
+    state = _policy_state(learner)
     if leads:
-        policy, state = learner.sampled, learner.sampled.state() if config.background else None
+        policy = learner.sampled
         memory = json.dumps({"kl_coef": learner.kl_coef, "running": asdict(learner.running)})
         writes += [
             lambda folder: policy.save(folder, tokenizer, state),
@@ -263,6 +270,13 @@ def staged(learner: Learner, tokenizer: Any = None) -> Callable[[Path], None]:
             part(folder)
 
     return write
+
+
+def _policy_state(learner: Learner) -> dict[str, Tensor] | None:
+    """What rank 0 saves of the policy; None: its weights of now, as they lie. Every rank has to ask."""
+    if learner.ranks.size > 1 and learner.replica is None:
+        return gathered_state(learner.policy, keep=learner.ranks.leads)
+    return learner.sampled.state() if learner.ranks.leads and learner.config.checkpoint.background else None
 
 
 def _staged_state(learner: Learner, optimizer: Optimizer, file: str) -> Callable[[Path], object]:

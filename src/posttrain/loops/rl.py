@@ -47,7 +47,7 @@ from posttrain.loops.record import (
     record_updates,
 )
 from posttrain.loops.room import check_room
-from posttrain.loops.samplers import Sampling, open_sampling
+from posttrain.loops.samplers import Sampling
 from posttrain.loops.saver import Saver
 from posttrain.loops.update import Update, offending_episodes, update
 from posttrain.packing import Batch
@@ -190,6 +190,7 @@ def _do_step(run: Run, runner: Runner) -> None:
         if run.step in run.plan.eval_steps:
             _evaluate(run, runner, metrics)
     record_tools(metrics, run.parts.tools)
+    run.sampling.record(metrics)
     _log(run, metrics)
     if run.step in run.plan.checkpoint_steps:
         checkpoint(run, runner)
@@ -376,7 +377,7 @@ def _assemble(
     crew.order("begin", models)
     learner = models.load(crew.ranks)
     stream_seed = config.run.seed if config.data.seed is None else config.data.seed
-    sampling = open_sampling(learner, parts.tokenizer, crew.sampler)
+    sampling = crew.sampling(learner, parts.tokenizer)
     learner.sampler_shares_weights = sampling.shares_weights
     run = Run(
         config=config,

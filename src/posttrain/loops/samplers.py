@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -21,9 +21,24 @@ from posttrain.sampler.server import ServerSampler
 from posttrain.sampler.vllm import VllmSampler
 from posttrain.sampler.vllm_server import VllmServerSampler
 from posttrain.trainer.policy import Policy
-from posttrain.weights.publish import Publisher
+from posttrain.weights.publish import Published, Publisher
 
 log = logging.getLogger("posttrain")
+
+
+class Publishes(Protocol):
+    """Gives the weights of `policy` to a sampler of its own. exact: the sampler computes just what the trainer does."""
+
+    policy: Policy
+
+    @property
+    def exact(self) -> bool: ...
+
+    async def publish(self) -> Published: ...
+
+    def counts(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,13 +50,14 @@ class Sampling:
     """
 
     sampler: Any  # a Sampler with `reset`
-    publisher: Publisher | None = None
+    publisher: Publishes | None = None
     sleep: Literal[0, 1, 2] = 0
     resting: bool = False
 
     @property
     def shares_weights(self) -> bool:
-        return self.publisher is None
+        """Whether log-probs of the sampler are the trainer's: the same code, the same weights."""
+        return self.publisher is None or self.publisher.exact
 
     async def refresh(self, metrics: Metrics | None = None) -> None:
         """Before every rollout and evaluation: the weights of now, and nothing cached."""
@@ -59,6 +75,7 @@ class Sampling:
         if metrics is not None:
             metrics.record("weights/probe_gap", done.probe_gap)
             metrics.record("time/publish", time.perf_counter() - started)
+            metrics.record("weights/bytes", done.bytes)
             metrics.record("speed/published_gib_per_second", done.gib_per_second)
 
     def rest(self) -> None:
@@ -67,7 +84,14 @@ class Sampling:
             self.sampler.sleep(self.sleep)
             self.resting = True
 
+    def record(self, metrics: Metrics) -> None:
+        """At the end of a step: what became of the samplers."""
+        for key, value in ({} if self.publisher is None else self.publisher.counts()).items():
+            metrics.record(key, value)
+
     def close(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
         close_sampler(self.sampler)
 
 

@@ -138,6 +138,12 @@ METRICS: dict[str, Metric] = {
     "gap/staleness": Metric("token", "mean", "optimizer steps between sampling and training"),
     "gap/staleness_max": Metric("step", "max", "of the token whose weights were the oldest"),
     "weights/probe_gap": Metric("step", "max", "largest difference of a log-prob of a probe, after a transfer"),
+    "weights/bytes": Metric("step", "sum", "bytes of weights given to samplers that have their own"),
+    # samplers that are processes of their own
+    "cluster/sampler_restarts": Metric("step", "last", "samplers replaced since the ranks were started", timing=True),
+    "cluster/asked_again": Metric(
+        "step", "last", "requests put to another sampler because theirs was lost, since then", timing=True
+    ),
     # data
     "data/consumed": Metric("step", "last", "tasks asked since the start of the run"),
     "data/epoch": Metric("step", "last", "passes over the training data"),

@@ -31,12 +31,13 @@ class SamplerConfig(BaseModel):
     )
     transport: Literal["auto", "memory", "disk", "broadcast"] = Field(
         default="auto",
-        description="how weights get to vllm and vllm_server; auto: memory, and disk where it has processes of its own",
+        description="how weights get to vllm and vllm_server (auto: memory, and disk where it has processes of its "
+        "own), or to cluster.samplers (auto: broadcast)",
     )
     folder: str | None = Field(
         default=None,
         description="where weights that go by disk lie for the time of the transfer, seen by both sides; none: the "
-        "system's temporary folder",
+        "system's temporary folder, for cluster.samplers the run directory",
     )
     sleep: Literal[0, 1, 2] = Field(
         default=0,
@@ -46,7 +47,7 @@ class SamplerConfig(BaseModel):
     max_probe_gap: float | None = Field(
         default=None,
         gt=0,
-        description="the most that a log-prob of vllm may differ from the trainer's after a transfer; none: 1e-3 in "
+        description="the most that a log-prob may differ from the trainer's after a transfer; none: 1e-3 in "
         "float32, 0.3 in bfloat16",
     )
     url: str | None = Field(
@@ -54,6 +55,11 @@ class SamplerConfig(BaseModel):
     )
     model: str | None = Field(default=None, description="the server's name for it; none: the first that it lists")
     token_env: str | None = Field(default=None, description="environment variable with the server's API key")
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether something is set that only matters where weights are transferred."""
+        return self.transport != "auto" or self.max_probe_gap is not None or self.folder is not None
 
     @model_validator(mode="after")
     def _fits(self) -> SamplerConfig:
@@ -67,9 +73,6 @@ class SamplerConfig(BaseModel):
             raise ValueError("sampler.url goes with sampler.engine: vllm_server or server, and the other way round")
         if self.engine not in SERVERS and (self.model or self.token_env):
             raise ValueError("sampler.model and sampler.token_env go with sampler.engine: vllm_server or server")
-        moves = self.transport != "auto" or self.max_probe_gap is not None or self.folder is not None
-        if self.engine not in PUBLISHED and moves:
-            raise ValueError("sampler.transport, folder and max_probe_gap go with sampler.engine: vllm or vllm_server")
         if self.engine == "vllm_server" and self.transport == "memory":
             raise ValueError("sampler.transport: memory does not reach a server; use disk or broadcast")
         if self.engine != "vllm" and self.sleep:

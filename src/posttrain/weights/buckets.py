@@ -35,6 +35,10 @@ class Group:
         """From rank 0, in place."""
         self.processes.broadcast(tensor, 0).wait()
 
+    def abort(self) -> None:
+        """Everybody who waits in it gets an error, here and elsewhere."""
+        self.processes.abort()
+
 
 def listen(host: str, world: int) -> Any:
     """The store at which the members of a group meet; `store.port` is to be told to the others."""
@@ -89,13 +93,23 @@ def layout(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], bucket_byt
 
 def send(tensors: Sequence[Named], group: Group, bucket_bytes: int = BUCKET_BYTES) -> int:
     """Broadcasts all tensors from this process, which is rank 0; returns the bytes sent."""
-    buckets = layout([(name, tensor.shape, tensor.dtype) for name, tensor in tensors], bucket_bytes)
+    return send_in_order([(n, t.shape, t.dtype) for n, t in tensors], iter(tensors), group, bucket_bytes)
+
+
+def send_in_order(
+    described: Iterable[tuple[str, Sequence[int], torch.dtype]],
+    tensors: Iterator[Named],
+    group: Group,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> int:
+    """As `send`, for tensors that come one at a time, as `described` and in its order; full buckets go at once."""
+    buckets = layout(described, bucket_bytes)
     _send_text(json.dumps(_described(buckets)), group)
-    values = dict(tensors)
     for bucket in buckets:
         buffer = torch.empty(bucket[-1].stop, dtype=torch.uint8, device=group.device)
-        for place in bucket:
-            _view(buffer, place).copy_(values[place.name])
+        for place, (name, tensor) in zip(bucket, tensors, strict=False):
+            assert name == place.name, f"{name} came where {place.name} was announced"
+            _view(buffer, place).copy_(tensor)
         group.broadcast(buffer)
     return sum(bucket[-1].stop for bucket in buckets)
 

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from posttrain.packing import pack
-from posttrain.sampler.protocol import Sampler, SamplingParams
+from posttrain.packing import Batch, pack
+from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.trainer.policy import Policy
 from posttrain.trajectory import Source, Trajectory
 from posttrain.weights.adapters import adapter_of, base_state, has_adapters, merged_state, write_adapter
@@ -31,7 +31,7 @@ from posttrain.weights.manifest import Manifest, once, refuse
 
 Transport = Literal["auto", "memory", "disk", "broadcast"]
 PROBE_PROMPT = 40  # tokens; more than one block of an engine's cache
-PROBE_TOKENS = 12
+PROBE_PARAMS = SamplingParams(max_new_tokens=12)
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # by dtype: what rounding alone has been seen to do, and some
 
 
@@ -95,6 +95,8 @@ class Publisher:
     meanwhile, if not in the system's temporary folder. max_gap: of the probe; None = by the dtype.
     """
 
+    exact = False  # an engine rounds otherwise
+
     def __init__(
         self,
         policy: Policy,
@@ -149,6 +151,13 @@ class Publisher:
         for part in parts:
             self._move(part)
         return sum(part.bytes for part in parts)
+
+    def counts(self) -> dict[str, float]:
+        """Metrics of its own: none."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is left of a transfer."""
 
     def _parts(self) -> list[Part]:
         """What is to be moved, in this order; compared with what the engine was made for."""
@@ -218,15 +227,21 @@ def check(manifest: Manifest, wanted: Manifest, sampler: Receiver, adapter: Mani
 async def probe(policy: Policy, sampler: Sampler) -> float:
     """The largest |log-prob of the sampler - log-prob of the trainer| over a few tokens that the sampler draws."""
     ids = probe_prompt(int(policy.config.get_text_config().vocab_size))
-    params = SamplingParams(max_new_tokens=PROBE_TOKENS)
-    sampled = await sampler.sample(ids, params, seed=policy.version)
-    trajectory = Trajectory(task_id="probe", group_id="probe", episode_id="probe")
-    trajectory.add_context(ids, Source.PROMPT)
-    trajectory.add_sampled(sampled.ids, sampled.logprobs, sampled.versions)
-    batch = pack([trajectory])
+    batch = probe_batch(ids, [await sampler.sample(ids, PROBE_PARAMS, seed=policy.version)])
     with torch.no_grad():
         logprobs = policy.logprobs(batch).cpu()
     return float((logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().max())
+
+
+def probe_batch(ids: list[int], drawn: Sequence[Sampled]) -> Batch:
+    """What samplers have drawn after `ids`, a segment each."""
+    trajectories = []
+    for number, sampled in enumerate(drawn):
+        trajectory = Trajectory(task_id="probe", group_id="probe", episode_id=f"probe {number}")
+        trajectory.add_context(ids, Source.PROMPT)
+        trajectory.add_sampled(sampled.ids, sampled.logprobs, sampled.versions)
+        trajectories.append(trajectory)
+    return pack(trajectories)
 
 
 def probe_prompt(vocabulary: int) -> list[int]:

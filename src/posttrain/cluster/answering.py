@@ -1,0 +1,56 @@
+"""How a process answers the requests that rank 0 puts to its sampler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from posttrain.cluster.line import Line
+from posttrain.cluster.sampler import params_of
+from posttrain.sampler.own_copy import NO_WEIGHTS
+from posttrain.sampler.protocol import Sampler
+
+
+class Answering:
+    """The requests that came over `line` and are open."""
+
+    def __init__(self, sampler: Sampler, line: Line) -> None:
+        self.sampler, self.line = sampler, line
+        self._open: dict[int, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def hear(self, order: Mapping[str, Any]) -> bool:
+        """Whether the order was one about a request; then it is obeyed."""
+        match order["do"]:
+            case "sample":
+                self._open[order["id"]] = asyncio.create_task(self._answer(order))
+            case "cancel":
+                if (task := self._open.get(order["id"])) is not None:
+                    task.cancel()
+            case "release":
+                self.sampler.release(order["session"])
+            case _:
+                return False
+        return True
+
+    async def idle(self) -> None:
+        """Until nothing is open: what was cancelled is not gone at once."""
+        await asyncio.gather(*self._open.values(), return_exceptions=True)
+
+    async def _answer(self, order: Mapping[str, Any]) -> None:
+        number = order["id"]
+        how = {"seed": order["seed"], "session": order["session"]}
+        try:
+            done = await self.sampler.sample(order["ids"], params_of(order["params"]), **how)
+            if (
+                NO_WEIGHTS not in done.versions
+            ):  # a transfer broke amid the turn: rank 0 takes the request away from here
+                self.line.send({"id": number, "sampled": asdict(done)})
+        except Exception as error:  # raised again where it was asked
+            self.line.send({"id": number, "error": str(error), "kind": type(error).__name__})
+        finally:
+            del self._open[number]

@@ -1,0 +1,157 @@
+"""Samplers in processes of their own, as one sampler that a rollout asks.
+
+One `sample` call
+  consumes      a prompt, its params and its seed
+  waits for     a sampler that serves, and its answer
+  unblocked by  the answer; when the sampler is lost first, by that of another one, or of the one that replaces it
+  produces      one `Sampled`, whoever made it: seeds belong to requests, and an answer is taken only from the member
+                that the request is with, so that no request is answered twice
+
+Requests with one prompt go to one sampler, so that a group's prompt is computed once, and an episode stays where its
+keys are. Otherwise the sampler with the fewest open requests gets the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from posttrain.cluster.pool import Member, Message, Pool, State
+from posttrain.cluster.sampler import give, plain, sampled
+from posttrain.sampler.own_copy import NO_WEIGHTS
+from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.requests import SamplerError
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request, who waits for it, and who has it; None: nobody serves just now."""
+
+    message: Message
+    future: asyncio.Future[Sampled]
+    loop: asyncio.AbstractEventLoop
+    since: float
+    member: Member | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PoolSampler:
+    """A `Sampler`."""
+
+    pool: Pool
+    given: int = NO_WEIGHTS  # the version that was given to all
+    asked_again: int = 0  # requests whose sampler was lost
+    loop: asyncio.AbstractEventLoop | None = None  # of the last request
+    _open: dict[int, _Open] = field(default_factory=dict[int, _Open])
+    _prompts: dict[tuple[int, ...], Member] = field(default_factory=dict[tuple[int, ...], Member])
+    _sessions: dict[str, Member] = field(default_factory=dict[str, Member])
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.pool.on_answer = self._take
+        self.pool.on_lost = self._ask_again
+
+    @property
+    def version(self) -> int:
+        """NO_WEIGHTS while somebody waits for weights."""
+        return NO_WEIGHTS if self.pool.members(State.READY) else self.given
+
+    async def sample(
+        self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
+    ) -> Sampled:
+        """Raises what the sampler raises."""
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        message = {"do": "sample", "id": number, "ids": list(ids), "params": plain(params)}
+        message |= {"seed": seed, "session": session}
+        asked = self._open[number] = _Open(message, loop.create_future(), loop, time.monotonic())
+        self.loop = loop
+        self._place(asked)
+        try:
+            return await asked.future
+        finally:
+            if self._open.pop(number, None) is not None and asked.member is not None:  # cancelled
+                self.pool.tell(asked.member, {"do": "cancel", "id": number})
+
+    def release(self, session: str) -> None:
+        member = self._sessions.pop(session, None)
+        if member is not None and member.there:
+            self.pool.tell(member, {"do": "release", "session": session})
+
+    def reset(self) -> None:
+        """Drops every cache. Between rollouts."""
+        self._prompts.clear()
+        self._sessions.clear()
+        for member in self.pool.members(State.SERVING):
+            self.pool.tell(member, {"do": "reset"})
+
+    def serve(self, member: Member) -> None:
+        """From now on it gets requests: first those that nobody has."""
+        self.pool.put(member, State.SERVING)
+        for asked in [asked for asked in list(self._open.values()) if asked.member is None]:
+            self._place(asked)
+
+    def withdraw(self, member: Member) -> None:
+        """It gets no more requests until it serves again; those that it has go to others."""
+        self.pool.put(member, State.READY)
+        for number in [number for number, asked in list(self._open.items()) if asked.member is member]:
+            self.pool.tell(member, {"do": "cancel", "id": number})
+        self._ask_again(member)
+
+    def fail(self, error: Exception) -> None:
+        """Nobody is left waiting."""
+        for number in list(self._open):
+            self._settle(number, error)
+
+    def waiting(self) -> dict[str, tuple[int, float]]:
+        """Name -> (open requests, when the oldest was made) of every member that has some; '' where nobody has them."""
+        found: dict[str, tuple[int, float]] = {}
+        for asked in list(self._open.values()):
+            count, oldest = found.get(name := str(asked.member or ""), (0, asked.since))
+            found[name] = (count + 1, min(oldest, asked.since))
+        return found
+
+    def _place(self, asked: _Open) -> None:
+        with self.pool.changed:  # so that a member is lost before it is chosen, or after it is known to be
+            member = asked.member = self._home(asked.message)
+        if member is not None:
+            self.pool.tell(member, asked.message)
+
+    def _home(self, message: Message) -> Member | None:
+        serving = self.pool.members(State.SERVING)
+        if not serving:
+            return None
+        prompt, session = tuple(message["ids"]), message["session"]
+        member = self._sessions.get(session or "") or self._prompts.get(prompt)
+        if member not in serving:
+            load = Counter(id(asked.member) for asked in list(self._open.values()))
+            member = min(serving, key=lambda m: load[id(m)])
+        self._prompts[prompt] = member
+        if session is not None:
+            self._sessions[session] = member
+        return member
+
+    def _ask_again(self, lost: Member) -> None:
+        """What it had goes to others, or waits for the next that serves."""
+        for asked in [asked for asked in list(self._open.values()) if asked.member is lost]:
+            self.asked_again += 1
+            self._place(asked)
+
+    def _take(self, member: Member, said: Message) -> None:
+        """An answer, on the thread of the member's line."""
+        asked = self._open.get(said["id"])
+        if asked is None or asked.member is not member:
+            return
+        if "error" in said:
+            kind: Callable[[str], Exception] = ValueError if said["kind"] == "ValueError" else SamplerError
+            self._settle(said["id"], kind(said["error"]))
+        else:
+            self._settle(said["id"], sampled(said["sampled"]))
+
+    def _settle(self, number: int, answer: Sampled | Exception) -> None:
+        asked = self._open.pop(number, None)
+        if asked is not None and not asked.loop.is_closed():
+            asked.loop.call_soon_threadsafe(give, asked.future, answer)

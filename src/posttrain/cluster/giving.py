@@ -1,0 +1,251 @@
+"""How the policy's weights get into samplers that are processes of their own.
+
+One `publish` on rank 0
+  consumes      the policy, gathered tensor by tensor where ranks hold its shards: every rank helps
+  waits for     the samplers: the first time all of them, later one at least
+  unblocked by  their replies: each has loaded the weights, dropped what it had cached, and sampled the probe
+  produces      samplers at the policy's version, whose log-probs of the probe are the trainer's
+
+by broadcast: one process group of rank 0 and all that need the weights (gloo, NCCL between GPUs), formed anew when
+others need them than the last time. by disk: safetensors in the run directory, kept until the next version.
+A sampler that is lost meanwhile is left out, and the others are given the weights again.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.cluster.asking import PoolSampler
+from posttrain.cluster.line import RankLost, on_a_thread
+from posttrain.cluster.pool import Member, Message, Pool, State
+from posttrain.cluster.sampler import plain, sampled
+from posttrain.packing import Batch
+from posttrain.sampler.config import SamplerConfig
+from posttrain.sampler.requests import SamplerError
+from posttrain.trainer.policy import Policy
+from posttrain.weights.buckets import Group, listen, open_group, send_in_order
+from posttrain.weights.gather import gathered, manifest_of, write_files
+from posttrain.weights.manifest import Manifest
+from posttrain.weights.publish import MAX_GAP, PROBE_PARAMS, Published, WeightError, probe_batch, probe_prompt
+
+log = logging.getLogger("posttrain")
+ATTEMPTS = 5
+LOOK_SECONDS = 0.1
+Replies = dict[Member, "Future[Message]"]
+
+
+class NotDelivered(RuntimeError):
+    """The weights did not reach everybody; those who are left are given them again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolPublisher:
+    """Keeps the members of `pool` at the weights of `policy`.
+
+    order: tells the other ranks what to do at the same time. logprobs: of a batch, by all ranks. folder: on a disk that
+    every sampler sees.
+    """
+
+    policy: Policy
+    pool: Pool
+    sampler: PoolSampler
+    settings: SamplerConfig
+    order: Callable[..., None]
+    logprobs: Callable[[Batch], Tensor]
+    folder: Path
+    failure: Exception | None = None  # of weights given amid a rollout, for whoever publishes next
+    manifest: Manifest = field(init=False)
+    _group: Group | None = None
+    _grouped: list[Member] = field(default_factory=list[Member])
+
+    def __post_init__(self) -> None:
+        self.manifest = manifest_of(self.policy)
+        self.pool.on_ready = self._somebody_is_ready
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
+
+    @property
+    def exact(self) -> bool:
+        """Whether samplers compute what the trainer computes: log-probs need not be computed again."""
+        return self.settings.engine == "native"
+
+    @property
+    def transport(self) -> str:
+        return "disk" if self.settings.transport == "disk" else "broadcast"
+
+    async def publish(self) -> Published:
+        """From now on all samplers sample from the policy as it is, at its version.
+
+        Raises WeightError when the probe of one of them differs too much, or when the weights do not arrive.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.sampler.given < 0:
+            self.pool.wait_for(lambda: len(self.pool.members(State.READY)) == self.pool.count)
+        self.sampler.reset()
+        started = time.perf_counter()
+        gap = self._give_all()
+        self.sampler.given = self.policy.version
+        return Published(
+            version=self.policy.version,
+            transport=self.transport,
+            bytes=self.manifest.bytes,
+            seconds=time.perf_counter() - started,
+            probe_gap=gap,
+        )
+
+    def counts(self) -> dict[str, float]:
+        return {"cluster/sampler_restarts": self.pool.restarts, "cluster/asked_again": self.sampler.asked_again}
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- who comes amid a rollout --------------------------------------------------------------------------------------
+
+    def _somebody_is_ready(self) -> None:
+        """On the thread of its line. The first weights are given by `publish`; later, who comes gets them at once, on
+        the loop of the rollout, while the ranks wait for what comes of it."""
+        loop = self.sampler.loop
+        if self.sampler.given >= 0 and loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: between two rollouts, `publish` will see to it
+                loop.call_soon_threadsafe(self._catch_up)
+
+    def _catch_up(self) -> None:
+        if self.sampler.given != self.policy.version or self.failure is not None:
+            return
+        try:
+            self._give_all()
+        except Exception as error:  # raised by the next `publish`; nobody waits until then
+            self.failure = error
+            self.sampler.fail(error)
+
+    # -- giving --------------------------------------------------------------------------------------------------------
+
+    def _give_all(self) -> float:
+        """To everybody who lacks the policy's version; returns the largest gap of a probe."""
+        gap = 0.0
+        for _ in range(ATTEMPTS):
+            self.pool.wait_for(lambda: bool(self.pool.members(State.READY, State.SERVING)))
+            there = self.pool.members(State.READY, State.SERVING)
+            lacking = [member for member in there if member.version != self.policy.version]
+            if not lacking:
+                return gap
+            try:
+                gap = max(gap, self._deliver(lacking))
+            except NotDelivered as failure:
+                self._group = None
+                log.warning("version %d of the weights: %s", self.policy.version, failure)
+        raise WeightError(
+            f"version {self.policy.version} of the weights did not reach all samplers in {ATTEMPTS} attempts; what "
+            "they said is in the log"
+        )
+
+    def _deliver(self, members: list[Member]) -> float:
+        send = self._by_disk if self.transport == "disk" else self._by_broadcast
+        replies = send(members)
+        found: dict[Member, Any] = {}
+        failed: list[str] = []
+        for member, reply in replies.items():
+            try:
+                found[member] = sampled(reply.result()["sampled"])
+            except (RankLost, SamplerError) as error:
+                failed.append(str(error))
+                self.sampler.withdraw(member)  # with half of the weights it must not serve
+        gap = self._checked(found) if found else 0.0
+        for member in found:
+            member.version = self.policy.version
+            self.sampler.serve(member)
+        if failed:
+            raise NotDelivered("; ".join(failed))
+        return gap
+
+    def _ask(self, members: Sequence[Member], how: Callable[[int], Message]) -> Replies:
+        prompt = probe_prompt(int(self.policy.config.get_text_config().vocab_size))
+        probe = {"ids": prompt, "params": plain(PROBE_PARAMS), "seed": self.policy.version}
+        common = {"do": "weights", "version": self.policy.version, "probe": probe}
+        return {member: self.pool.ask(member, common | how(rank)) for rank, member in enumerate(members, 1)}
+
+    def _by_disk(self, members: list[Member]) -> Replies:
+        place = self.folder / f"version-{self.policy.version}"
+        if not place.is_dir():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            draft = self.folder / "draft"
+            self.order("gather")
+            write_files(gathered(self.policy), self.manifest, draft)
+            draft.rename(place)
+        return self._ask(members, lambda rank: {"folder": str(place.resolve())})
+
+    def _by_broadcast(self, members: list[Member]) -> Replies:
+        """Raises NotDelivered when the group cannot be formed, or breaks."""
+        world, device = len(members) + 1, self.policy.device
+        meet, store, backend = None, None, "nccl" if device.type == "cuda" else "gloo"
+        if self._group is None or self._grouped != members:
+            host = self.pool.exchange.address[0]
+            store = listen(host, world)
+            meet = {"host": host, "port": store.port, "world": world, "backend": backend}
+        replies = self._ask(members, lambda rank: {"meet": None if meet is None else meet | {"rank": rank}})
+        if store is not None:
+            self._group = self._met(store, members, backend)
+            self._grouped = members
+        assert self._group is not None
+        self._send(self._group)
+        return replies
+
+    def _met(self, store: Any, members: list[Member], backend: str) -> Group:
+        """A member that goes before it is in the group would keep the others waiting for minutes."""
+
+        def work() -> Group:
+            if backend == "nccl":
+                torch.cuda.set_device(self.policy.device)
+            return open_group(store, rank=0, world=len(members) + 1, backend=backend)
+
+        opened = on_a_thread(work)
+        while True:
+            try:
+                return opened.result(LOOK_SECONDS)
+            except NotYet:
+                if not all(member.there for member in members):
+                    raise NotDelivered("a sampler went before the group was complete") from None
+            except RuntimeError as error:
+                raise NotDelivered(f"no process group: {error}") from error
+
+    def _send(self, group: Group) -> None:
+        """Every tensor is gathered, whatever becomes of the group: the other ranks count on it."""
+        described = [(name, spec.shape, spec.dtype) for name, spec in self.manifest.tensors.items()]
+        self.order("gather")
+        tensors = gathered(self.policy)
+        try:
+            send_in_order(described, tensors, group)
+        except RuntimeError as error:
+            group.abort()
+            raise NotDelivered(f"the process group broke: {error}") from error
+        finally:
+            for _ in tensors:
+                pass
+
+    def _checked(self, found: dict[Member, Any]) -> float:
+        """Raises WeightError naming the sampler whose log-probs are not the trainer's."""
+        prompt = probe_prompt(int(self.policy.config.get_text_config().vocab_size))
+        batch = probe_batch(prompt, list(found.values()))
+        gap = (self.logprobs(batch) - batch.rollout_logprobs).abs().where(batch.loss_mask, torch.tensor(0.0))
+        limit = self.settings.max_probe_gap or MAX_GAP.get(self.policy.dtype, max(MAX_GAP.values()))
+        gaps = [float(part.max()) for part in gap.split(batch.lengths)]
+        for member, largest in zip(found, gaps, strict=True):
+            if not largest <= limit:  # NaN, too
+                raise WeightError(
+                    f"after giving version {self.policy.version} to {member} by {self.transport}, its log-probs of a "
+                    f"probe differ from the trainer's by {largest:.3g}; the limit is {limit:.3g} "
+                    "(sampler.max_probe_gap)"
+                )
+        return max(gaps)

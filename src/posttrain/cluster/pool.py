@@ -1,0 +1,202 @@
+"""The samplers of a run that are processes of their own, as rank 0 sees them.
+
+    called    its process has started and called rank 0; it is told which model to load
+    ready     it has loaded the model
+    serving   it has the weights of now, and its probe was right: it gets requests
+    lost      its line broke, or it gave no sign of life; whoever starts processes is asked to start another one
+
+Whoever is lost does not come back: what starts in its place calls as a new member of the same number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from posttrain.cluster.beside import CALLS, SECRET, wish
+from posttrain.cluster.line import Exchange, Line, RankLost
+from posttrain.config import ClusterConfig
+from posttrain.sampler.own_copy import NO_WEIGHTS
+from posttrain.sampler.requests import SamplerError
+
+log = logging.getLogger("posttrain")
+Message = dict[str, Any]
+
+
+class State(Enum):
+    """See the module's docstring."""
+
+    CALLED = "loads its model"
+    READY = "waits for weights"
+    SERVING = "serves"
+    LOST = "is lost"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A sampler's process, at the other end of `line`."""
+
+    line: Line
+    state: State = State.CALLED
+    version: int = NO_WEIGHTS
+
+    @property
+    def number(self) -> int:
+        return self.line.rank
+
+    @property
+    def there(self) -> bool:
+        return self.state is not State.LOST
+
+    def __str__(self) -> str:
+        return str(self.line)
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """Its members may come and go at any time; every method may be called from any thread.
+
+    wish: asks for the end of the process of a line, in whose place another one is started then.
+    """
+
+    exchange: Exchange
+    settings: ClusterConfig
+    wish: Callable[[Line], None]
+    on_lost: Callable[[Member], None] = lambda member: None
+    on_ready: Callable[[], None] = lambda: None
+    on_answer: Callable[[Member, Message], None] = lambda member, said: None
+    restarts: int = 0  # members that came in the place of a lost one
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    _members: dict[int, Member] = field(default_factory=dict[int, Member])
+    _begin: Message | None = None
+    _replies: dict[int, tuple[Member, Future[Message]]] = field(
+        default_factory=dict[int, tuple[Member, "Future[Message]"]]
+    )
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    def muster(cls, settings: ClusterConfig) -> Pool:
+        """Answers samplers from now on, where the launcher has told them to call."""
+        host, _, port = os.environ[CALLS].rpartition(":")
+        exchange = Exchange(host, int(port), os.environ[SECRET])
+        pool = cls(exchange, settings, wish)
+        exchange.keep_answering("sampler", pool.admit)
+        return pool
+
+    @property
+    def count(self) -> int:
+        return self.settings.samplers
+
+    def members(self, *states: State) -> list[Member]:
+        """In these states; all that are there if none is given. By number."""
+        with self.changed:
+            there = [member for _, member in sorted(self._members.items()) if member.there]
+        return [member for member in there if not states or member.state in states]
+
+    def begin(self, message: Message) -> None:
+        """What every member is told first."""
+        with self.changed:
+            self._begin = message
+        for member in self.members(State.CALLED):
+            self.tell(member, message)
+
+    def admit(self, line: Line) -> None:
+        """Somebody calls. One who was there under this number before is lost."""
+        with self.changed:
+            before, member = self._members.get(line.rank), Member(line)
+        if before is not None:
+            self.lose(before, "another process calls in its place")
+            self.restarts += 1
+            log.warning("%s is there again", member)
+        with self.changed:
+            self._members[line.rank] = member
+            begin = self._begin
+        line.listen(lambda said: self._hear(member, said))
+        if begin is not None:
+            self.tell(member, begin)
+
+    def tell(self, member: Member, message: Message) -> bool:
+        """Whether it could be said; else the member is lost."""
+        try:
+            member.line.send(message)
+        except RankLost as error:
+            self.lose(member, str(error))
+            return False
+        return True
+
+    def ask(self, member: Member, message: Message) -> Future[Message]:
+        """Its reply; RankLost when it goes without one, SamplerError for what it failed of."""
+        number, answer = next(self._numbers), Future[Message]()
+        with self.changed:
+            self._replies[number] = (member, answer)
+        if not member.there or not self.tell(member, message | {"reply": number}):
+            self._settle(number, RankLost(f"{member} is lost"))
+        return answer
+
+    def lose(self, member: Member, why: str) -> None:
+        """Once for every member."""
+        with self.changed:
+            if not member.there:
+                return
+            member.state = State.LOST
+            waiting = [number for number, (who, _) in self._replies.items() if who is member]
+            self.changed.notify_all()
+        member.line.close()
+        log.warning("%s is lost (%s)", member, why)
+        self.wish(member.line)
+        for number in waiting:
+            self._settle(number, RankLost(f"{member} is lost ({why})"))
+        self.on_lost(member)
+
+    def put(self, member: Member, state: State) -> None:
+        """Into another state, unless it is lost."""
+        with self.changed:
+            if member.there:
+                member.state = state
+                self.changed.notify_all()
+
+    def wait_for(self, wanted: Callable[[], bool]) -> None:
+        """Until it is so; looked at whenever a member's state changes. Whoever started the processes ends the run when
+        it can never be so."""
+        with self.changed:
+            self.changed.wait_for(wanted)
+
+    def close(self) -> None:
+        """Tells all to stop."""
+        self.exchange.close()
+        for member in self.members():
+            member.state = State.LOST  # its line will break now, and nobody is to mind
+            try:
+                member.line.send({"do": "stop"})
+            except RankLost:
+                continue
+            member.line.close()
+
+    def _hear(self, member: Member, said: Mapping[str, Any] | None) -> None:
+        """Runs on the line's thread."""
+        if said is None:
+            return self.lose(member, "its line broke")
+        if "ready" in said:
+            self.put(member, State.READY)
+            return self.on_ready()
+        if "reply" in said:
+            error = SamplerError(f"{member}: {said['error']}") if "error" in said else None
+            return self._settle(said["reply"], error or dict(said))
+        return self.on_answer(member, dict(said))
+
+    def _settle(self, number: int, outcome: Message | Exception) -> None:
+        with self.changed:
+            _, answer = self._replies.pop(number, (None, None))
+        if answer is None:
+            return
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)

@@ -1,0 +1,174 @@
+"""A process that only samples: it has its own copy of the weights and answers rank 0.
+
+    begin      loads the model, and checks that the policy's weights will fit
+    weights    takes new ones, drops what was cached, and shows by a probe what it has
+    sample     answers one request of the rollout (also: cancel, release)
+    reset      drops what was cached
+    stop       ends
+
+Its process says once a second that it lives. Rank 0 replaces whoever is silent for too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from posttrain.cluster.answering import Answering
+from posttrain.cluster.beside import CALLS, NEIGHBOURS, SAMPLER, SECRET
+from posttrain.cluster.launch import die_with_launcher
+from posttrain.cluster.line import Line, on_a_thread
+from posttrain.cluster.sampler import params_of
+from posttrain.cluster.verdict import LEADER_GONE
+from posttrain.config import ConfigError, ModelConfig, SamplerConfig
+from posttrain.loops.build import load_tokenizer
+from posttrain.loops.learner import SMALL_HIDDEN_SIZE, threads_for
+from posttrain.sampler.native import workers_for
+from posttrain.sampler.own_copy import OwnCopy
+from posttrain.sampler.vllm import VllmSampler
+from posttrain.trainer.loading import load_config, model_path, pick_device, pick_dtype
+from posttrain.trainer.parallel import keep_freed_memory
+from posttrain.trainer.policy import Policy
+from posttrain.weights.buckets import Group, connect, open_group, receive
+from posttrain.weights.gather import from_json
+from posttrain.weights.manifest import Manifest
+from posttrain.weights.publish import check
+
+CALL_SECONDS = 600.0  # rank 0 may start later, or on another node
+Engine = OwnCopy | VllmSampler
+
+
+class NotCalled(RuntimeError):
+    """This process was not started by a run."""
+
+
+def serve() -> None:
+    """Until rank 0 says stop; exits with LEADER_GONE when rank 0 ends otherwise."""
+    if SAMPLER not in os.environ:
+        raise NotCalled("this command is for `cluster.samplers`, which starts it; start the run by `posttrain rl`")
+    die_with_launcher()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and ends the run in order
+    line = _called()
+    line.beat()
+    begin = line.receive()
+    if begin is None:
+        sys.exit(LEADER_GONE)
+    if begin["do"] == "stop":
+        return
+    engine = _engine(begin)
+    line.send({"ready": True})
+    try:
+        if not asyncio.run(_Serving(engine, line).serve()):
+            sys.exit(LEADER_GONE)
+    finally:
+        if isinstance(engine, VllmSampler):
+            engine.close()
+
+
+def _called() -> Line:
+    """A line to rank 0, as soon as it listens."""
+    host, _, port = os.environ[CALLS].rpartition(":")
+    until = time.monotonic() + CALL_SECONDS
+    while True:
+        try:
+            return Line.call((host, int(port)), os.environ[SECRET], int(os.environ[SAMPLER]))
+        except OSError:
+            if time.monotonic() > until:
+                sys.exit(LEADER_GONE)
+            time.sleep(0.1)
+
+
+def _engine(begin: Mapping[str, Any]) -> Engine:
+    """Without weights that may be sampled from. Raises WeightMismatch when the policy's will never fit."""
+    model, settings = ModelConfig.model_validate(begin["model"]), SamplerConfig.model_validate(begin["sampler"])
+    device = pick_device(model.device)
+    neighbours = int(os.environ.get(NEIGHBOURS, "1"))
+    if device.type == "cpu":
+        hidden_size = load_config(model_path(model.path)).get_text_config().hidden_size
+        torch.set_num_threads(max(1, threads_for(hidden_size) // neighbours))
+        if hidden_size < SMALL_HIDDEN_SIZE:
+            keep_freed_memory()
+    tokenizer = load_tokenizer(model.path)
+    if settings.engine == "vllm":
+        policy = Policy.load(model.path, "cpu", pick_dtype(model.dtype, device))
+        engine: Engine = VllmSampler(policy, tokenizer, truncation="allow", **settings.options)
+        if not engine.in_one_process and settings.transport != "disk":
+            raise ConfigError(["sampler.transport: an engine of several processes takes weights by disk; set disk"])
+    else:
+        workers = begin["engines"] or max(1, workers_for(device) // neighbours)
+        policy = Policy.load(model.path, device, model.dtype)
+        engine = OwnCopy(policy, tokenizer, workers=workers, truncation="allow", **settings.options)
+    check(from_json(begin["manifest"]), Manifest.of_config(engine.model_config, engine.dtype), engine, Manifest({}, {}))
+    return engine
+
+
+class _Serving:
+    def __init__(self, engine: Engine, line: Line) -> None:
+        self.engine, self.line = engine, line
+        self.answering = Answering(engine, line)
+        self._group: Group | None = None
+        self._giving: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> bool:
+        """False when rank 0 ends without saying so."""
+        orders: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self.line.listen(lambda said: loop.call_soon_threadsafe(orders.put_nowait, said))
+        while (order := await orders.get()) is not None:
+            if self.answering.hear(order):
+                continue
+            match order["do"]:
+                case "reset":
+                    await self.answering.idle()
+                    self.engine.reset()
+                case "weights":
+                    task = asyncio.create_task(self._take(order))
+                    self._giving.add(task)  # asyncio keeps none
+                    task.add_done_callback(self._giving.discard)
+                case "stop":
+                    return True
+                case do:
+                    raise ValueError(f"rank 0 orders {do!r}, which is not known here: do all run the same version?")
+        return False
+
+    async def _take(self, order: Mapping[str, Any]) -> None:
+        """A later order may come while this one waits for a sampler that is gone."""
+        said: dict[str, Any] = {"reply": order["reply"]}
+        try:
+            await asyncio.wrap_future(on_a_thread(lambda: self._load(order)))
+            if not len(self.answering):
+                self.engine.reset()
+            probe = order["probe"]
+            drawn = await self.engine.sample(probe["ids"], params_of(probe["params"]), seed=probe["seed"])
+            said["sampled"] = asdict(drawn)
+        except Exception as error:  # rank 0 decides
+            said["error"] = f"{type(error).__name__}: {error}"
+        self.line.send(said)
+
+    def _load(self, order: Mapping[str, Any]) -> None:
+        version = int(order["version"])
+        if "folder" in order:
+            self.engine.load_files(order["folder"], version)
+            return
+        if (meet := order["meet"]) is not None:
+            self._meet(meet)
+        group = self._group
+        assert group is not None
+        self.engine.load(receive(group), version)
+
+    def _meet(self, meet: Mapping[str, Any]) -> None:
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        if meet["backend"] == "nccl":
+            torch.cuda.set_device(0)  # the only one that this process sees; the choice is a thread's own
+        store = connect(meet["host"], meet["port"], meet["world"])
+        self._group = open_group(store, rank=meet["rank"], world=meet["world"], backend=meet["backend"])

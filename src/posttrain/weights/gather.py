@@ -1,0 +1,90 @@
+"""The whole weights of a policy, tensor by tensor, though every rank may hold only a part of each.
+
+Nobody ever holds all of them: what was gathered is sent, or written, a bucket at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from posttrain.trainer.policy import Policy
+from posttrain.trainer.sharding import let_go, sharded_parts, whole
+from posttrain.weights.adapters import has_adapters
+from posttrain.weights.buckets import BUCKET_BYTES, layout
+from posttrain.weights.manifest import Manifest, Spec, once, refuse, weights_of
+
+Named = tuple[str, Tensor]
+
+
+def manifest_of(policy: Policy) -> Manifest:
+    """Of the policy as a sampler needs it: whole, in the dtype that it computes in.
+
+    Raises WeightMismatch for adapters on several ranks.
+    """
+    manifest = Manifest.of_module(policy.module)
+    if not sharded_parts(policy.module):
+        return manifest
+    if has_adapters(policy.module):
+        refuse(["adapters of a policy on several ranks are not merged: train them on one"])
+    numbers = {name: spec for name, spec in manifest.tensors.items() if spec.dtype.is_floating_point}
+    narrow = {name: replace(spec, dtype=policy.dtype) for name, spec in numbers.items()}
+    return replace(manifest, tensors=manifest.tensors | narrow)
+
+
+def gathered(policy: Policy) -> Iterator[Named]:
+    """Every tensor of `manifest_of` once, in its order, adapters merged into them.
+
+    Every rank has to ask for all of them, at the same time.
+    """
+    if not sharded_parts(policy.module):
+        yield from weights_of(policy)
+        return
+    let_go(policy.module)
+    for name, local in once(policy.module.state_dict(keep_vars=True)):
+        if isinstance(local, DTensor) and local.is_floating_point():
+            local = local.to(policy.dtype)  # before it travels: half the bytes
+        yield name, whole(local.to(policy.device))
+
+
+def gathered_state(policy: Policy, *, keep: bool) -> dict[str, Tensor]:
+    """All of them in the memory of the host, tied ones tied, for a file; every rank has to ask. Empty unless `keep`."""
+    state = {name: tensor.cpu() for name, tensor in gathered(policy) if keep}
+    return state | {alias: state[name] for alias, name in manifest_of(policy).tied.items() if keep}
+
+
+def help_to_gather(policy: Policy) -> None:
+    """What a rank does while another one asks for the tensors."""
+    for _ in gathered(policy):
+        pass
+
+
+def write_files(tensors: Iterator[Named], manifest: Manifest, folder: Path, bucket_bytes: int = BUCKET_BYTES) -> int:
+    """As safetensors that `buckets.tensors_in` reads, a file per bucket; returns the bytes."""
+    folder.mkdir(parents=True)
+    buckets = layout([(name, spec.shape, spec.dtype) for name, spec in manifest.tensors.items()], bucket_bytes)
+    for number, bucket in enumerate(buckets):
+        held = dict(next(tensors) for _ in bucket)
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in held.items()},
+            folder / f"model-{number:05}.safetensors",
+        )
+    return manifest.bytes
+
+
+def as_json(manifest: Manifest) -> dict[str, Any]:
+    """For a line to another process; `from_json` reads it."""
+    tensors = {n: [list(s.shape), str(s.dtype).removeprefix("torch.")] for n, s in manifest.tensors.items()}
+    return {"tensors": tensors, "tied": manifest.tied}
+
+
+def from_json(said: Mapping[str, Any]) -> Manifest:
+    tensors = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in said["tensors"].items()}
+    return Manifest(tensors, dict(said["tied"]))

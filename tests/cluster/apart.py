@@ -1,0 +1,122 @@
+"""Samplers apart, for tests: processes forked from a server that has imported torch, started again when wished."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.fleet import server
+from posttrain.cluster.asking import PoolSampler
+from posttrain.cluster.beside import CALLS, SAMPLER, SECRET
+from posttrain.cluster.giving import PoolPublisher
+from posttrain.cluster.line import Exchange, Line
+from posttrain.cluster.pool import Pool, State
+from posttrain.cluster.serving import serve
+from posttrain.cluster.watch import Watch
+from posttrain.config import ClusterConfig, ModelConfig, SamplerConfig
+from posttrain.packing import Batch
+from posttrain.trainer.policy import Policy
+from posttrain.weights.gather import as_json
+
+MODEL = ModelConfig(path="tiny_search_base")
+
+
+class Processes:
+    """Starts samplers, and another one for each that is wished away."""
+
+    def __init__(self, folder: Path, exchange: Exchange, count: int) -> None:
+        self._folder, self._exchange = folder, exchange
+        self.running: dict[int, Any] = {}
+        for number in range(count):
+            self.start(number)
+
+    def start(self, number: int) -> None:
+        host, port = self._exchange.address
+        place = {CALLS: f"{host}:{port}", SECRET: self._exchange.secret, SAMPLER: str(number)}
+        self.running[number] = server().Process(target=_run, args=(self._folder / f"sampler{number}", place))
+        self.running[number].start()
+
+    def replace(self, number: int, process: int) -> None:
+        if self.running[number].pid == process:
+            self.running[number].kill()
+            self.running[number].join()
+            self.start(number)
+
+    def kill(self, number: int, how: int = signal.SIGKILL) -> None:
+        os.kill(self.running[number].pid, how)
+
+    def end(self) -> None:
+        for process in self.running.values():
+            process.join(20)
+            process.kill()
+            process.join()
+
+
+def _run(log: Path, place: dict[str, str]) -> None:
+    os.environ |= place
+    torch.set_num_threads(1)
+    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    serve()
+
+
+class Apart:
+    """A pool with a policy on this side, and its processes."""
+
+    def __init__(self, folder: Path, count: int, *, transport: str = "broadcast", **settings: Any) -> None:
+        self.policy = Policy.from_config(MODEL)
+        self.exchange = Exchange("127.0.0.1")
+        self.processes = Processes(folder, self.exchange, count)
+        self.replaced: list[int] = []
+        self.pool = Pool(self.exchange, ClusterConfig(samplers=count, **settings), self._replace)
+        self.exchange.keep_answering("sampler", self.pool.admit)
+        self.sampler = PoolSampler(self.pool)
+        options = SamplerConfig.model_validate({"transport": transport})
+        self.publisher = PoolPublisher(
+            policy=self.policy,
+            pool=self.pool,
+            sampler=self.sampler,
+            settings=options,
+            order=lambda do, *what: None,
+            logprobs=self._logprobs,
+            folder=folder / "weights",
+        )
+        begin = {"model": MODEL.model_dump(mode="json"), "sampler": options.model_dump(mode="json"), "engines": 1}
+        self.pool.begin({"do": "begin", **begin, "manifest": as_json(self.publisher.manifest)})
+        self.watch = Watch(self.pool.settings, (), self.pool)
+        self.watch.waiting = self.sampler.waiting
+        self.watch.start()
+
+    def wait_for(self, count: int, state: State) -> None:
+        self.pool.wait_for(lambda: len(self.pool.members(state)) == count)
+
+    def close(self) -> None:
+        self.watch.stop()
+        self.publisher.close()
+        self.pool.close()
+        self.processes.end()
+
+    def _replace(self, line: Line) -> None:
+        self.replaced.append(line.rank)
+        threading.Thread(target=self.processes.replace, args=(line.rank, line.process), daemon=True).start()
+
+    @torch.no_grad()
+    def _logprobs(self, batch: Batch) -> torch.Tensor:
+        return self.policy.logprobs(batch).cpu()
+
+
+@contextmanager
+def apart(folder: Path, count: int, **options: Any) -> Iterator[Apart]:
+    found = Apart(folder, count, **options)
+    try:
+        yield found
+    finally:
+        found.close()

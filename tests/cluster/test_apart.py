@@ -1,0 +1,101 @@
+"""Samplers in processes of their own: what they sample, and what becomes of it when one is killed or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.apart import apart
+from posttrain.cluster.pool import State
+from posttrain.sampler.native import NativeSampler
+from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
+from posttrain.trainer.policy import Policy
+
+SHORT, LONG = SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=200)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[(first + 7 * n) % 300 + 10 for n in range(9)] for first in range(count)]
+
+
+async def asked(sampler: Sampler, params: SamplingParams = SHORT) -> list[Sampled]:
+    requests = [sampler.sample(p, params, seed=n, session=f"s{n}") for n, p in enumerate(prompts(8))]
+    return await asyncio.gather(*requests)
+
+
+def same(found: list[Sampled], expected: list[Sampled]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.ids, one.stop_reason, one.stop) == (other.ids, other.stop_reason, other.stop)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def shifted(policy: Policy, by: float, version: int) -> None:
+    with torch.no_grad():
+        for _, parameter in policy.parameters():
+            parameter.mul_(by)
+    policy.version = version
+
+
+def test_they_sample_what_the_policy_would_and_lost_requests_are_asked_again_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Two samplers; one is killed amid its requests, then the other, and each is replaced."""
+    with apart(tmp_path, 2) as run:
+        alone = NativeSampler(run.policy)
+
+        async def work() -> None:
+            first = await run.publisher.publish()
+            assert first.transport == "broadcast"
+            assert first.probe_gap < 1e-4
+            assert first.bytes == run.publisher.manifest.bytes > 1e6
+            same(await asked(run.sampler), await asked(alone))
+            shifted(run.policy, 1.01, version=3)
+            await run.publisher.publish()
+            found = await asked(run.sampler)
+            assert {version for one in found for version in one.versions} == {3}
+            same(found, await asked(alone))
+            for number in (0, 1):
+                waiting = asyncio.create_task(asked(run.sampler, LONG))
+                await asyncio.sleep(0.05)
+                run.processes.kill(number)
+                same(await waiting, await asked(alone, LONG))
+            await asyncio.to_thread(run.wait_for, 2, State.SERVING)  # who came later was given the weights, too
+            same(await asked(run.sampler), await asked(alone))
+            shifted(run.policy, 0.99, version=4)
+            await run.publisher.publish()
+            same(await asked(run.sampler), await asked(alone))
+
+        asyncio.run(work())
+        assert sorted(run.replaced) == [0, 1]
+        assert run.publisher.counts()["cluster/sampler_restarts"] == 2
+        assert 2 <= run.publisher.counts()["cluster/asked_again"] <= 16
+    assert "sampler 0 is lost (its line broke)" in caplog.text
+    assert "sampler 1 is there again" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+def test_the_only_one_hangs_and_is_replaced(tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture):
+    """Its requests wait for who comes in its place, and for the weights."""
+    with apart(tmp_path, 1, transport=transport, heartbeat_seconds=3, stall_seconds=1) as run:
+        alone = NativeSampler(run.policy)
+
+        async def work() -> None:
+            await run.publisher.publish()
+            waiting = asyncio.create_task(asked(run.sampler, LONG))
+            await asyncio.sleep(0.05)
+            run.processes.kill(0, signal.SIGSTOP)
+            same(await waiting, await asked(alone, LONG))
+
+        asyncio.run(work())
+        assert run.replaced == [0]
+        assert (tmp_path / "weights").is_dir() == (transport == "disk")
+    assert not (tmp_path / "weights").exists()
+    assert "sampler 0 is lost (no sign of life for" in caplog.text
+    assert "nothing has moved for" in caplog.text
+    assert "serves, last sign of life" in caplog.text
+    assert "8 requests, the oldest" in caplog.text
+    assert "8 requests wait for a sampler" in caplog.text
