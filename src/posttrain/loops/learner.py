@@ -179,7 +179,7 @@ def make_learner(
         kl_coef=config.algorithm.kl_coef,
         ranks=ranks,
         sequence=sequence,
-        replica=Policy.from_config(model) if _needs_replica(config, ranks) else None,
+        replica=Policy.from_config(model) if needs_replica(config, ranks.size) else None,
     )
     if config.critic is not None:
         start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
@@ -195,9 +195,9 @@ def make_learner(
     return learner
 
 
-def _needs_replica(config: RLConfig, ranks: Ranks) -> bool:
-    samples_here = not config.cluster.samplers
-    return samples_here and (ranks.size > 1 or config.sampling.max_staleness is not None)
+def needs_replica(config: RLConfig, ranks: int) -> bool:
+    """Whether a rank holds the policy a second time, for its sampler."""
+    return not config.cluster.samplers and (ranks > 1 or config.sampling.max_staleness is not None)
 
 
 Model = TypeVar("Model", Policy, Critic)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from posttrain.config import ConfigError, RLConfig
+from posttrain.loops.learner import needs_replica
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
 from posttrain.runs.memory import ERROR_BAND, GIB, Estimate, Plant, estimate
 from posttrain.runs.model_shape import ModelShape
@@ -166,7 +167,7 @@ def plant_of(config: RLConfig, shapes: Shapes, layout: Layout, size: int | None)
     roles = Roles(
         ref=algorithm.kl_coef > 0 or algorithm.measure_kl,
         critic=config.critic is not None,
-        copy=layout.ranks > 1 or config.sampling.max_staleness is not None,
+        copy=needs_replica(config, layout.ranks),
     )
     micro, count = largest_micro_batch(config, layout)
     batch = config.batch
@@ -206,6 +207,8 @@ def largest_micro_batch(config: RLConfig, layout: Layout) -> tuple[MicroBatch, i
 def sampler_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int | None) -> SamplerRoom:
     """Of the sampler beside the models of a process: `sampler/engine.py`, or vLLM's share of the device."""
     options = config.sampler.options
+    if config.cluster.samplers:  # on devices of their own
+        return SamplerRoom()
     if config.sampler.engine == "vllm":
         weights = shape.parameters * layout.dtype_bytes if config.sampler.sleep == 1 else 0
         asleep = weights if config.sampler.sleep and layout.device == "cuda" else None
