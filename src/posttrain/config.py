@@ -341,6 +341,7 @@ class RLConfig(Section):
             _check_best,
             _check_memory,
             _check_asynchronous,
+            _check_trainer,
             _check_sampler,
             _check_cluster,
         ):
@@ -482,6 +483,22 @@ def _check_asynchronous(config: RLConfig) -> None:
             "sampling.max_staleness",
             f"rollouts run ahead of one process only, trainer.ranks is {config.trainer.ranks}; leave one of them out",
         )
+
+
+def _check_trainer(config: RLConfig) -> None:
+    trainer, other = config.trainer, "set trainer.backend: fsdp2, or leave it out"
+    if trainer.zero is None:
+        if trainer.deepspeed is not None:
+            raise key_error(
+                "trainer.deepspeed", "trainer.backend is fsdp2, which has no use for it; set deepspeed there"
+            )
+        return
+    if config.checkpoint.sharded:
+        raise key_error("checkpoint.sharded", f"DeepSpeed's parts are gathered to be written; {other}")
+    if not trainer.reshard_after_forward:
+        raise key_error("trainer.reshard_after_forward", f"with DeepSpeed that is trainer.deepspeed.stage: 2; {other}")
+    if trainer.zero.stage == 3 and config.model.compile is True:
+        raise key_error("model.compile", f"layers that ZeRO-3 gathers part by part are not compiled; {other}")
 
 
 def _check_memory(config: RLConfig) -> None:

@@ -68,9 +68,19 @@ STANDARD_LIBRARY_ONLY = (
     "runs.checkpoint",
     "runs.durable",
 )
-HEAVY = {"ray", "vllm", "faiss", "fastmcp", "fastapi", "uvicorn", "duckdb", "matplotlib", "tensorboard", "wandb"} | {
-    "trafilatura"
-}
+HEAVY = {
+    "ray",
+    "vllm",
+    "deepspeed",
+    "faiss",
+    "fastmcp",
+    "fastapi",
+    "uvicorn",
+    "duckdb",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+} | {"trafilatura"}
 HEAVY |= {"math_verify"}
 MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "retrieval.server": {"fastapi", "uvicorn"},
@@ -79,6 +89,7 @@ MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "rewards.symbolic": {"math_verify"},
     "sampler.vllm": {"vllm"},
     "cluster": {"ray"},
+    "trainer.zero": {"deepspeed"},
     "tools.mcp": {"fastmcp"},
 }
 

@@ -19,14 +19,15 @@ from posttrain.algorithms.shaping import Running
 from posttrain.config import ConfigError, RLConfig
 from posttrain.runs.rng import seed_everything
 from posttrain.trainer.critic import HEAD, Critic
-from posttrain.trainer.loading import load_config, model_path, pick_device
-from posttrain.trainer.optimizer import Optimizer, OptimizerConfig
+from posttrain.trainer.loading import ModelConfig, load_config, model_path, pick_device
+from posttrain.trainer.optimizer import BaseOptimizer, Optimizer, OptimizerConfig
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy
-from posttrain.trainer.ranks import ALONE, Ranks
+from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
 from posttrain.trainer.sharding import copy_weights, let_go
 from posttrain.trainer.shards_on_disk import read_shards, write_shards
+from posttrain.trainer.zero import ZeroOptimizer
 from posttrain.weights.gather import gathered_state
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -48,10 +49,10 @@ class Learner:
 
     config: RLConfig
     policy: Policy
-    optimizer: Optimizer
+    optimizer: BaseOptimizer
     ref: Policy | None = None
     critic: Critic | None = None
-    critic_optimizer: Optimizer | None = None
+    critic_optimizer: BaseOptimizer | None = None
     sampler_shares_weights: bool = True  # and computes as `policy` does: its log-probs need not be computed again
     kl_coef: float = 0.0  # as the controller has left it
     running: Running = field(default_factory=Running)  # of all rewards so far, for their normalisation
@@ -170,11 +171,11 @@ def make_learner(
         if hidden_size < SMALL_HIDDEN_SIZE:
             keep_freed_memory()
     sequence = _sequence_group(config, ranks)
-    policy = _spread(Policy.from_config(model), config, ranks, sequence)
+    policy = _spread(Policy.from_config(_trained(model, config.trainer, ranks)), config.trainer, ranks, sequence)
     learner = Learner(
         config=config,
         policy=policy,
-        optimizer=_optimizer(policy, config.optimizer, optimizer_steps, ranks),
+        optimizer=_optimizer(policy, config.optimizer, optimizer_steps, ranks, config.trainer),
         ref=_make_ref(config, ranks, sequence) if config.algorithm.kl_coef > 0 or config.algorithm.measure_kl else None,
         kl_coef=config.algorithm.kl_coef,
         ranks=ranks,
@@ -186,8 +187,10 @@ def make_learner(
         critic = Critic.from_policy(start, config.model.device, config.model.dtype)
         if config.model.gradient_checkpointing:
             critic.checkpoint_activations()
-        learner.critic = _spread(critic, config, ranks, sequence)
-        learner.critic_optimizer = _optimizer(learner.critic, config.critic.optimizer, optimizer_steps, ranks)
+        learner.critic = _spread(critic, config.trainer, ranks, sequence)
+        learner.critic_optimizer = _optimizer(
+            learner.critic, config.critic.optimizer, optimizer_steps, ranks, config.trainer
+        )
     if checkpoint is not None:
         _load_optimizers(learner, checkpoint)
         memory = json.loads((checkpoint / MEMORY_FILE).read_text(encoding="utf-8"))
@@ -200,12 +203,18 @@ def needs_replica(config: RLConfig, ranks: int) -> bool:
     return not config.cluster.samplers and (ranks > 1 or config.sampling.max_staleness is not None)
 
 
+def _trained(model: ModelConfig, trainer: TrainerConfig, ranks: Ranks) -> ModelConfig:
+    """Layers whose parts are gathered one by one cannot be compiled as wholes."""
+    in_parts = ranks.size > 1 and trainer.zero is not None and trainer.zero.stage == 3
+    return model.model_copy(update={"compile": False}) if in_parts else model
+
+
 Model = TypeVar("Model", Policy, Critic)
 
 
-def _spread(model: Model, config: RLConfig, ranks: Ranks, sequence: SequenceGroup | None) -> Model:
+def _spread(model: Model, trainer: TrainerConfig, ranks: Ranks, sequence: SequenceGroup | None) -> Model:
     if ranks.size > 1:
-        model.shard(ranks, config.trainer, sequence)
+        model.shard(ranks, trainer, sequence)
     return model
 
 
@@ -216,18 +225,23 @@ def _sequence_group(config: RLConfig, ranks: Ranks) -> SequenceGroup | None:
     return SequenceGroup.of(ranks, size)
 
 
-def _optimizer(model: Policy | Critic, config: OptimizerConfig, steps: int, ranks: Ranks) -> Optimizer:
+def _optimizer(
+    model: Policy | Critic, config: OptimizerConfig, steps: int, ranks: Ranks, trainer: TrainerConfig
+) -> BaseOptimizer:
+    if ranks.size > 1 and trainer.zero is not None:
+        return ZeroOptimizer(model, config, steps, trainer, ranks)
     half = ranks.size > 1 and model.dtype not in {torch.float32, torch.float64}
     mastered = {name for name, _ in model.parameters() if not name.startswith(HEAD)} if half else set[str]()
     return Optimizer(model.parameters(), config, steps, mastered=mastered)
 
 
 def _make_ref(config: RLConfig, ranks: Ranks, sequence: SequenceGroup | None) -> Policy:
-    """Where it is sharded, frozen: in the dtype that it computes in, without room for moments."""
+    """Where it is sharded, frozen: in the dtype that it computes in, without room for moments; always by FSDP2, for
+    without an update there is nothing that backends do differently."""
     ref = Policy.from_config(config.model)
     if ranks.size > 1:
         ref.module.requires_grad_(False)
-    return _spread(ref, config, ranks, sequence)
+    return _spread(ref, config.trainer.model_copy(update={"backend": "fsdp2"}), ranks, sequence)
 
 
 def threads_for(hidden_size: int) -> int:
@@ -279,9 +293,9 @@ def _policy_state(learner: Learner) -> dict[str, Tensor] | None:
     return learner.sampled.state() if learner.ranks.leads and learner.config.checkpoint.background else None
 
 
-def _staged_state(learner: Learner, optimizer: Optimizer, file: str) -> Callable[[Path], object]:
+def _staged_state(learner: Learner, optimizer: BaseOptimizer, file: str) -> Callable[[Path], object]:
     ranks = learner.ranks
-    if learner.config.checkpoint.sharded:
+    if isinstance(optimizer, Optimizer) and learner.config.checkpoint.sharded:
         shards = optimizer.state_tensors(gather=False)
         return lambda folder: write_shards(folder / Path(file).stem, shards, ranks)
     tensors = optimizer.state_tensors(keep=ranks.leads)
@@ -289,7 +303,7 @@ def _staged_state(learner: Learner, optimizer: Optimizer, file: str) -> Callable
 
 
 def _load_optimizers(learner: Learner, checkpoint: Path) -> None:
-    named: Mapping[str, Optimizer | None] = {
+    named: Mapping[str, BaseOptimizer | None] = {
         OPTIMIZER_FILE: learner.optimizer,
         CRITIC_OPTIMIZER_FILE: learner.critic_optimizer,
     }
@@ -298,7 +312,8 @@ def _load_optimizers(learner: Learner, checkpoint: Path) -> None:
         if optimizer is None:
             continue
         if shards.is_dir():
-            masters = dict(zip(optimizer.named, optimizer.masters, strict=True))
+            sharded = isinstance(optimizer, Optimizer)
+            masters = dict(zip(optimizer.named, optimizer.masters, strict=True)) if sharded else None
             optimizer.load_state_tensors(read_shards(shards, masters, learner.ranks))
         else:
             optimizer.load_state_tensors(load_file(checkpoint / file))

@@ -14,7 +14,7 @@ from posttrain.loops.credit import mini_batches
 from posttrain.loops.learner import Learner
 from posttrain.loops.together import bins_for, descend_together
 from posttrain.packing import Batch, select
-from posttrain.trainer.optimizer import Optimizer, StepReport, non_finite_segments
+from posttrain.trainer.optimizer import BaseOptimizer, Optimizer, StepReport, non_finite_segments
 from posttrain.trainer.parallel import accumulate_gradients
 
 
@@ -68,11 +68,12 @@ def _micro_batches(learner: Learner, mini: Batch | None) -> list[Batch]:
 
 
 def _descend(
-    learner: Learner, optimizer: Optimizer, loss_of: Callable[[Learner, Batch], Tensor], parts: list[Batch]
+    learner: Learner, optimizer: BaseOptimizer, loss_of: Callable[[Learner, Batch], Tensor], parts: list[Batch]
 ) -> tuple[float, StepReport]:
     """Forward and backward of every micro-batch, then one step; the loss is that of the whole mini-batch."""
     if learner.ranks.size > 1:
         return descend_together(learner, loss_of, parts), optimizer.step()
+    assert isinstance(optimizer, Optimizer)
     losses = accumulate_gradients(
         lambda part: loss_of(learner, part),
         parts,

@@ -18,7 +18,7 @@ from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.policy import decoder_hidden_states, packed_hidden_states, scatter
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
-from posttrain.trainer.sharding import inside, shard, shard_alone, sharded_parts, whole_state
+from posttrain.trainer.sharding import inside, shard, shard_alone, whole_state
 
 HEAD = "value_head"
 HEAD_FILE = f"{HEAD}.safetensors"
@@ -33,6 +33,14 @@ class CriticConfig(BaseModel):
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     warmup_steps: int = Field(default=0, ge=0, description="first steps in which only the critic learns")
     value_clip: float | None = Field(default=0.2, gt=0, description="clip of the value around its old one; None = none")
+
+
+class ValueHead(nn.Linear):
+    """Computes in float32 at least, whatever hidden states it is given and its weights are gathered in."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        return nn.functional.linear(input.to(wide), self.weight.to(wide), self.bias.to(wide))
 
 
 class Critic:
@@ -56,7 +64,7 @@ class Critic:
         """
         place = pick_device(str(device))
         module = load_decoder(path, place, pick_dtype(dtype, place))
-        head = nn.Linear(module.config.hidden_size, 1, device=place)  # type: ignore[union-attr, arg-type]
+        head = ValueHead(module.config.hidden_size, 1, device=place)  # type: ignore[union-attr, arg-type]
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         critic = cls(module, head)
@@ -72,9 +80,12 @@ class Critic:
             self.sequence, self.narrows = sequence, False
         self._place = (self.device, self.dtype)
         self.module.add_module(HEAD, self.head)
-        shard_alone(self.head, ranks.mesh, offload=config.offload)
-        how = {"offload": config.offload, "reshard_after_forward": config.reshard_after_forward}
-        shard(self.module, ranks.mesh, self.dtype, **how)
+        if config.zero is None:
+            shard_alone(self.head, ranks.mesh, offload=config.offload)
+            how = {"offload": config.offload, "reshard_after_forward": config.reshard_after_forward}
+            shard(self.module, ranks.mesh, self.dtype, **how)
+        elif config.zero.stage == 3:
+            self.narrows = False
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +116,7 @@ class Critic:
         before = rows[written - 1]
         if self.sequence is not None:
             written, before = written[before >= 0], before[before >= 0]
-        values = self.head(hidden[before].to(self.head.weight.dtype))[:, 0]
+        values = self.head(hidden[before])[:, 0]
         return scatter(values, written, len(batch), None if self.sequence is None else self.sequence.sum)
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: Any) -> Tensor:
@@ -123,7 +134,7 @@ class Critic:
 
         Shards are gathered: every rank has to call it; with keep=False a rank only helps, and gets nothing.
         """
-        if sharded_parts(self.module):
+        if self._place is not None:
             gathered = whole_state(self.module, keep=keep)
             head = {f"{HEAD}/{name}": gathered.pop(f"{HEAD}.{name}") for name in self.head.state_dict() if keep}
             return {name: tensor.to(self.dtype) for name, tensor in gathered.items()} | head

@@ -7,6 +7,7 @@ Not here: the loss, and when to step.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -64,8 +65,51 @@ def lr_at(config: OptimizerConfig, step: int, total_steps: int | None = None) ->
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
-class Optimizer:
-    """Steps named parameters; `steps_done` counts the planned updates that are over, those left out included.
+class BaseOptimizer(ABC):
+    """What the loop asks of an optimizer; `steps_done` counts the planned updates that are over, those left out too."""
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total_steps: int | None
+    ) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.steps_done = 0
+        self.named = dict(parameters)
+        if not self.named:
+            raise ValueError("nothing to optimize: no parameter requires a gradient")
+        lr_at(config, config.warmup_optimizer_steps, total_steps)  # a schedule that cannot be computed fails at once
+
+    @property
+    def lr(self) -> float:
+        """Of the next step."""
+        return lr_at(self.config, self.steps_done, self.total_steps)
+
+    def pass_over(self, count: int = 1) -> None:
+        """Planned updates without anything to learn from: the schedule moves on, weights and moments do not."""
+        self.steps_done += count
+
+    @abstractmethod
+    def step(self) -> StepReport:
+        """Clips, updates, clears the gradients. Skips the update when the gradient norm is not finite."""
+
+    @abstractmethod
+    def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """All that a bit-exact resume needs, flat, for safetensors: `NAME/exp_avg`, `NAME/master`, .., `steps_done`.
+
+        Copies in the memory of the host. Shards are gathered: every rank has to call it; with keep=False a rank only
+        helps, and gets nothing.
+        """
+
+    @abstractmethod
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_tensors`; the parameters of float32 models are loaded by `Policy.load`, not here.
+
+        Raises ValueError, naming tensors, when the state is of another model.
+        """
+
+
+class Optimizer(BaseOptimizer):
+    """Steps named parameters.
 
     Half-precision parameters get float32 master copies: at the learning rates of RL an update is smaller than the
     spacing of bfloat16 and would round to nothing. The moments are float32 then, too. The parameters of a sharded model
@@ -80,30 +124,13 @@ class Optimizer:
         *,
         mastered: Collection[str] = (),
     ) -> None:
-        self.config = config
+        super().__init__(parameters, config, total_steps)
         self._mastered = mastered
-        self.total_steps = total_steps
-        self.steps_done = 0
-        self.named = dict(parameters)
-        if not self.named:
-            raise ValueError("nothing to optimize: no parameter requires a gradient")
-        lr_at(config, config.warmup_optimizer_steps, total_steps)  # a schedule that cannot be computed fails at once
         self._masters = {
             name: p if p.dtype in {torch.float32, torch.float64} else nn.Parameter(p.detach().float())
             for name, p in self.named.items()
         }
-        self._adamw = torch.optim.AdamW(
-            _groups(self._masters.values(), config.weight_decay),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=all(p.device.type in {"cpu", "cuda"} for p in self._masters.values()),
-        )
-
-    @property
-    def lr(self) -> float:
-        """Of the next step."""
-        return lr_at(self.config, self.steps_done, self.total_steps)
+        self._adamw = adamw(self._masters.values(), config)
 
     @property
     def masters(self) -> list[nn.Parameter]:
@@ -115,7 +142,6 @@ class Optimizer:
             parameter.grad = None
 
     def step(self) -> StepReport:
-        """Clips, updates, clears the gradients. Skips the update when the gradient norm is not finite."""
         lr = self.lr
         self._hand_over_gradients()
         norm = clip_grad_norm([p.grad for p in self._masters.values() if p.grad is not None], self.config.max_grad_norm)
@@ -128,16 +154,8 @@ class Optimizer:
         self.pass_over()
         return StepReport(norm, lr, skipped)
 
-    def pass_over(self, count: int = 1) -> None:
-        """Planned updates without anything to learn from: the schedule moves on, weights and moments do not."""
-        self.steps_done += count
-
     def state_tensors(self, *, keep: bool = True, gather: bool = True) -> dict[str, Tensor]:
-        """All that a bit-exact resume needs, flat, for safetensors: `NAME/exp_avg`, `NAME/master`, .., `steps_done`.
-
-        Copies in the memory of the host. Shards are gathered: every rank has to call it; with keep=False a rank only
-        helps, and gets nothing. gather=False: shards as they are.
-        """
+        """See `BaseOptimizer`. gather=False: shards as they are."""
         tensors = {STEPS_DONE: torch.tensor(self.steps_done)}
         for name, master in self._masters.items():
             state = {key: torch.as_tensor(value) for key, value in self._adamw.state.get(master, {}).items()}
@@ -150,11 +168,7 @@ class Optimizer:
         return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state_tensors`; the parameters of float32 models are loaded by `Policy.load`, not here.
-
-        Raises ValueError, naming tensors, when the state is of another model.
-        """
-        states = _by_parameter(tensors, self.named)
+        states = by_parameter(tensors, {name: p.shape for name, p in self.named.items()})
         for name, master in self._masters.items():
             state = {key: like(value, master) for key, value in states[name].items()}
             saved_master = state.pop(MASTER, None)
@@ -181,23 +195,23 @@ class Optimizer:
                 torch._foreach_copy_(*map(list, zip(*halves, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _by_parameter(tensors: Mapping[str, Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
+def by_parameter(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, Tensor]]:
     """{parameter: {state key: tensor}} for every parameter. Raises ValueError when the state is of another model."""
     if STEPS_DONE not in tensors:
         raise ValueError(f"the optimizer state has no {STEPS_DONE}; it holds {sorted(tensors)[:5]}")
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in named}
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in shapes}
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition("/")
         if full_name == STEPS_DONE:
             continue
-        if name not in named:
+        if name not in shapes:
             raise ValueError(f"optimizer state {full_name!r} belongs to no trainable parameter of this model")
-        if value.dim() and value.shape != named[name].shape:
-            shapes = f"{tuple(value.shape)}, the parameter {tuple(named[name].shape)}"
-            raise ValueError(f"optimizer state {full_name} has shape {shapes}")
+        if value.dim() and value.shape != shapes[name]:
+            both = f"{tuple(value.shape)}, the parameter {tuple(shapes[name])}"
+            raise ValueError(f"optimizer state {full_name} has shape {both}")
         states[name][key] = value
     missing = [name for name, state in states.items() if not state]
-    if missing and len(missing) < len(named):
+    if missing and len(missing) < len(shapes):
         raise ValueError(f"the optimizer state lacks {missing[:5]}; was it saved with other trainable parameters?")
     return states
 
@@ -222,6 +236,18 @@ def non_finite_segments(segment_ids: Tensor, mask: Tensor, *values: Tensor) -> l
     for value in values:
         bad |= ~torch.isfinite(value.detach())
     return sorted(set(segment_ids[bad & mask].tolist()))
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """The update rule itself; who calls it sets the rate before each step."""
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        _groups(parameters, config.weight_decay),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=all(p.device.type in {"cpu", "cuda"} for p in parameters),
+    )
 
 
 def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:

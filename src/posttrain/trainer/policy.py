@@ -86,6 +86,8 @@ class Policy:
     def shard(self, ranks: Ranks, config: TrainerConfig, sequence: SequenceGroup | None = None) -> None:
         """Spreads the parameters over `ranks`, in place: from now on every rank has to ask for log-probs, as often.
 
+        Where DeepSpeed is to do it, it does so with the optimizer (`zero.ZeroOptimizer`).
+
         sequence: ranks that ask for those of the same batch, and share its rows.
         """
         assert ranks.mesh is not None
@@ -93,8 +95,11 @@ class Policy:
             sequence.check(self.module)
             self.sequence, self.narrows = sequence, False
         self._place = (self.device, self.dtype)
-        how = {"offload": config.offload, "reshard_after_forward": config.reshard_after_forward}
-        shard(self.module, ranks.mesh, self.dtype, **how)
+        if config.zero is None:
+            how = {"offload": config.offload, "reshard_after_forward": config.reshard_after_forward}
+            shard(self.module, ranks.mesh, self.dtype, **how)
+        elif config.zero.stage == 3:
+            self.narrows = False  # it leaves modules half-way, which then would stay gathered
 
     @property
     def device(self) -> torch.device:

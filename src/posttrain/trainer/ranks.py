@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,22 @@ PATIENCE = timedelta(minutes=30)  # the longest that one rank may keep the other
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+class DeepSpeedConfig(BaseModel):
+    """What DeepSpeed's ZeRO divides among the ranks, and in what portions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    stage: Literal[2, 3] = Field(
+        default=3, description="2: masters, moments and gradients, every rank has all weights; 3: weights, too"
+    )
+    bucket_elements: PositiveInt = Field(
+        default=50_000_000, description="gradients that are summed over the ranks at once; a buffer of so many is kept"
+    )
+    persistent_below: NonNegativeInt = Field(
+        default=100_000, description="stage 3: parameters of at most so many elements stay whole on every rank"
+    )
+
+
 class TrainerConfig(BaseModel):
     """How many processes train the models together, and how these are divided among them."""
 
@@ -29,6 +45,10 @@ class TrainerConfig(BaseModel):
     ranks: PositiveInt = Field(
         default=1, description="processes on this machine, one GPU each; under torchrun leave it out: it says how many"
     )
+    backend: Literal["fsdp2", "deepspeed"] = Field(
+        default="fsdp2", description="what divides policy and critic among several ranks; the steps are the same"
+    )
+    deepspeed: DeepSpeedConfig | None = Field(default=None, description="for that backend; null = its defaults")
     sequence_parallel: PositiveInt = Field(
         default=1, description="ranks that share each micro-batch, for episodes whose activations do not fit one"
     )
@@ -41,6 +61,11 @@ class TrainerConfig(BaseModel):
     reshard_after_forward: bool = Field(
         default=True, description="let go of gathered layers between forward and backward: less memory, more traffic"
     )
+
+    @property
+    def zero(self) -> DeepSpeedConfig | None:
+        """None where FSDP2 divides the models."""
+        return None if self.backend == "fsdp2" else self.deepspeed or DeepSpeedConfig()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ dtype that the model computes in.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 Result = TypeVar("Result")
-INSIDE = "posttrain_inside"
+INSIDE = "posttrain_inside"  # of a module: computes something with its weights gathered
+AT_HAND = "posttrain_at_hand"  # of a module whose parameters are not whole or DTensors: a context in which one is whole
 
 
 def shard(
@@ -124,19 +126,22 @@ def empty_like(model: Tensor, dtype: torch.dtype) -> Tensor:
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Gathers the parameters of a sharded module into those of a whole one, in place and in its dtype."""
     let_go(source)
-    into = dict(target.named_parameters())
+    into, at_hand = dict(target.named_parameters()), getattr(source, AT_HAND, nullcontext)
     for name, parameter in source.named_parameters():
         place = into[name]
-        local = parameter.detach().to(dtype=place.dtype)  # before it travels: half the bytes
-        place.copy_(whole(local.to(place.device)))
+        with at_hand(parameter):
+            local = parameter.detach().to(dtype=place.dtype)  # before it travels: half the bytes
+            place.copy_(whole(local.to(place.device)))
 
 
 def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """The state dict of a sharded module, gathered tensor by tensor into the host's memory; empty where not `keep`."""
     let_go(module)
     state: dict[str, Tensor] = {}
-    for name, value in module.state_dict().items():
-        full = whole(value.detach())
-        if keep:
-            state[name] = full.cpu()
+    at_hand = getattr(module, AT_HAND, nullcontext)
+    for name, value in module.state_dict(keep_vars=True).items():
+        with at_hand(value):
+            full = whole(value.detach())
+            if keep:
+                state[name] = full.to("cpu", copy=True)
     return state
