@@ -35,7 +35,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 BACKENDS = [pytest.param(name, marks=() if name == "fsdp2" else DEEPSPEED) for name in TRAINERS]
 CASES = {"tied": "qwen3", "half_frozen": "llama", "bfloat16": "qwen3"}
-CLOSE = {"tied": 2e-6, "half_frozen": 2e-6, "bfloat16": 5e-3}
+CLOSE = {"tied": 2e-6, "half_frozen": 2e-6, "bfloat16": 1e-2}  # of bfloat16 weights: a spacing or two
 RATES = OptimizerConfig(
     lr=0.02,
     betas=(0.8, 0.9),

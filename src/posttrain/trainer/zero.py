@@ -57,7 +57,7 @@ class ZeroOptimizer(BaseOptimizer):
     ) -> None:
         super().__init__(model.parameters(), config, total_steps)
         assert trainer.zero is not None
-        self._ranks = ranks.size
+        self._ranks = ranks
         self._stage = trainer.zero.stage
         self._mastered = model.dtype is not torch.float32
         self._shapes = {name: p.shape for name, p in self.named.items()}
@@ -102,7 +102,7 @@ class ZeroOptimizer(BaseOptimizer):
         result: Any = self._engine(work)
         for tensor in result if isinstance(result, tuple) else (result,):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: grad * self._ranks)
+                tensor.register_hook(lambda grad: grad * self._ranks.size)
         return result
 
     def _state_of(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -120,17 +120,35 @@ class ZeroOptimizer(BaseOptimizer):
             yield key, safe_get_full_optimizer_state(parameter, key)
 
     def _set(self, name: str, key: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
         parameter = self.named[name]
         value = value.to(parameter.device, torch.float32)
         if key == "step":
             for state in self._base.state.values():
                 state["step"].copy_(value)
-        elif key == MASTER:
+        elif self._stage == 2:
+            self._set_whole(parameter, key, value)
+        else:
+            self._set_share(parameter, key, value)
+
+    def _set_whole(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if key == MASTER:
             safe_set_full_fp32_param(parameter, value)
         else:
             safe_set_full_optimizer_state(parameter, value, key)
+
+    def _set_share(self, parameter: Any, key: str, value: Tensor) -> None:
+        """The engine's own division of a whole value fails on one that does not divide evenly."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        size = parameter.ds_tensor.numel()
+        padded = nn.functional.pad(value.flatten(), (0, size * self._ranks.size - value.numel()))
+        share = padded[self._ranks.rank * size :][:size]
+        if key == MASTER:
+            safe_set_local_fp32_param(parameter, share)
+        else:
+            safe_set_local_optimizer_state(parameter, share, key)
 
     def _make_moments(self) -> None:
         """At once, and not at the first step: the engine would link those of the first decay group only."""

@@ -1,0 +1,78 @@
+"""PPO under ZeRO-2 and ZeRO-3 takes the steps of one process, as under FSDP2 (`test_ranks`), rollouts included.
+
+What every backend owes in the small is in `trainer/test_backends.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.fleet import on_ranks, train
+from invariants.test_ranks import EXACT, SETTINGS, STEPS, config_in, largest_gap, rows
+from loops.toy import toy_config
+from posttrain.config import config_yaml
+
+pytest.importorskip("deepspeed")
+
+ZERO: dict[str, dict[str, Any]] = {
+    stage: {"backend": "deepspeed", "deepspeed": {"stage": int(stage[-1])}} for stage in ("zero2", "zero3")
+}
+ZERO["zero3"]["deepspeed"]["persistent_below"] = 500
+SHARDED = SETTINGS["checkpoint"] | {"sharded": True}
+AGAIN = {  # who goes on from whose checkpoint: (source, ranks, trainer)
+    "zero3 to one": ("zero3", 1, {}),
+    "zero2 to zero3": ("zero2", 2, ZERO["zero3"]),
+    "fsdp2 to zero2": ("fsdp2", 2, ZERO["zero2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run on one rank, and on two of each backend; then its last step again, by others."""
+    base = tmp_path_factory.mktemp("deepspeed")
+    on_ranks(1, base / "log one", train, config_in(base / "one"))
+    on_ranks(2, base / "log fsdp2", train, config_in(base / "fsdp2", checkpoint=SHARDED))
+    for name, trainer in ZERO.items():
+        on_ranks(2, base / f"log {name}", train, config_in(base / name, trainer=trainer))
+    for name, (source, count, trainer) in AGAIN.items():
+        shutil.copytree(base / source, base / name)
+        shutil.rmtree(base / name / "run" / "checkpoints" / f"step-{STEPS}")
+        config = toy_config(base / name, **SETTINGS | {"trainer": trainer})
+        (base / name / "run" / "config.yaml").write_text(config_yaml(config))
+        on_ranks(count, base / f"log {name}", train, config)
+    return base
+
+
+def end_of(runs: Path, name: str) -> Path:
+    return runs / name / "run" / "checkpoints" / f"step-{STEPS}"
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("backend", ZERO)
+def test_p95_two_ranks_take_the_steps_of_one(runs: Path, backend: str) -> None:
+    """Policy, critic, reference; sampled from the weights that were gathered."""
+    one, two = rows(runs / "one"), rows(runs / backend)
+    assert list(one) == list(two) == list(range(1, STEPS + 1))
+    for step in one:
+        assert one[step].keys() == two[step].keys()
+        for key in EXACT.keys() & one[step].keys():
+            assert two[step][key] == pytest.approx(one[step][key], abs=EXACT[key], rel=0), f"step {step}: {key}"
+        assert two[step].get("gap/max", 0) < 1e-4
+    assert one[STEPS]["train/loss"] != one[STEPS - 1]["train/loss"]
+    assert largest_gap(end_of(runs, "one"), end_of(runs, backend)) < 1e-6
+    assert files_in(end_of(runs, "one")) == files_in(end_of(runs, backend))
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_checkpoint_does_not_bind_a_run_to_its_backend(runs: Path, name: str) -> None:
+    last, again = rows(runs / "one")[STEPS], rows(runs / name)[STEPS]
+    for key, close in EXACT.items():
+        assert again[key] == pytest.approx(last[key], abs=close, rel=0), key
+    assert largest_gap(end_of(runs, "one"), end_of(runs, name)) < 1e-6
