@@ -497,6 +497,9 @@ def _check_trainer(config: RLConfig) -> None:
         raise key_error("checkpoint.sharded", f"DeepSpeed's parts are gathered to be written; {other}")
     if not trainer.reshard_after_forward:
         raise key_error("trainer.reshard_after_forward", f"with DeepSpeed that is trainer.deepspeed.stage: 2; {other}")
+    if trainer.zero.stage == 2 and trainer.offload:
+        fix = "set trainer.deepspeed.stage: 3"
+        raise key_error("trainer.offload", f"DeepSpeed's stage 2 takes no step after one that was skipped; {fix}")
     if trainer.zero.stage == 3 and config.model.compile is True:
         raise key_error("model.compile", f"layers that ZeRO-3 gathers part by part are not compiled; {other}")
 

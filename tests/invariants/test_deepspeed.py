@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 
 from cluster.fleet import on_ranks, train
-from invariants.test_ranks import EXACT, SETTINGS, STEPS, config_in, largest_gap, rows
+from invariants.test_ranks import EXACT, SETTINGS, STEPS, config_in, largest_gap, rows, step_once, tensors
 from loops.toy import toy_config
 from posttrain.config import config_yaml
+from posttrain.loops.collect import usable
+from posttrain.loops.credit import Lesson
+from posttrain.loops.learner import Models
+from posttrain.runs.trajectories import read_trajectories
 
 pytest.importorskip("deepspeed")
 
@@ -76,3 +80,27 @@ def test_a_checkpoint_does_not_bind_a_run_to_its_backend(runs: Path, name: str) 
     for key, close in EXACT.items():
         assert again[key] == pytest.approx(last[key], abs=close, rel=0), key
     assert largest_gap(end_of(runs, "one"), end_of(runs, name)) < 1e-6
+
+
+@pytest.mark.parametrize(("backend", "dtype", "close"), [("zero2", "float32", 1e-6), ("zero3", "bfloat16", 2e-3)])
+def test_ranks_without_work_keep_the_others_company(
+    runs: Path, tmp_path: Path, backend: str, dtype: str, close: float
+) -> None:
+    """Two segments on three ranks; the values of a critic are float32 whatever it is gathered in."""
+    kept = usable(read_trajectories(runs / "one" / "run" / "trajectories" / "step-000001.parquet"))[:2]
+    for trajectory in kept:
+        trajectory.streams.clear()
+    lesson = Lesson.of(kept)
+    model = {"path": "tiny_search_base", "dtype": dtype}
+    configs = {
+        1: config_in(tmp_path / "one", model=model),
+        3: config_in(tmp_path / "many", model=model | {"gradient_checkpointing": True}, trainer=ZERO[backend]),
+    }
+    for count, config in configs.items():
+        place = (lesson.batch, lesson.truncated, tmp_path / f"{count}")
+        on_ranks(count, tmp_path / f"log {count}", step_once, Models(config, STEPS, version=4), *place)
+    mine, yours = tensors(tmp_path / "1" / "after"), tensors(tmp_path / "3" / "after")
+    assert all("value_head" in name and "/master" in name for name in yours.keys() - mine.keys())
+    assert max(float((mine[name].double() - yours[name].double()).abs().max()) for name in mine) < close
+    begun = tensors(tmp_path / "1" / "before")
+    assert max(float((mine[name].double() - begun[name].double()).abs().max()) for name in begun) > 1e-4

@@ -32,6 +32,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "zero2": {"backend": "deepspeed", "deepspeed": {"stage": 2}},
     "zero3": {"backend": "deepspeed", "deepspeed": {"stage": 3, "persistent_below": 40}},
+    "zero3_offload": {"backend": "deepspeed", "offload": True},
 }
 BACKENDS = [pytest.param(name, marks=() if name == "fsdp2" else DEEPSPEED) for name in TRAINERS]
 CASES = {"tied": "qwen3", "half_frozen": "llama", "bfloat16": "qwen3"}
