@@ -19,7 +19,7 @@ from torch import nn
 from cluster.fleet import on_ranks
 from posttrain.packing import Batch, select
 from posttrain.trainer.loading import pick_device
-from posttrain.trainer.optimizer import BaseOptimizer, Optimizer, OptimizerConfig
+from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig, join_ranks, leave_ranks
 from posttrain.trainer.sharding import copy_weights
@@ -60,7 +60,7 @@ def policy_of(case: str) -> Policy:
     return policy
 
 
-def divided(policy: Policy, trainer: TrainerConfig, ranks: Ranks) -> BaseOptimizer:
+def divided(policy: Policy, trainer: TrainerConfig, ranks: Ranks) -> Stepper:
     if ranks.size > 1:
         policy.shard(ranks, trainer)
     if ranks.size > 1 and trainer.zero is not None:
@@ -78,7 +78,7 @@ def micro_batches(batch: Batch, ranks: Ranks) -> list[Batch]:
     return parts[ranks.rank :: ranks.size]
 
 
-def take_steps(policy: Policy, optimizer: BaseOptimizer, ranks: Ranks, first: int, last: int) -> list[dict[str, float]]:
+def take_steps(policy: Policy, optimizer: Stepper, ranks: Ranks, first: int, last: int) -> list[dict[str, float]]:
     """A loss of log-probs and entropies under changing weights; one step has a loss that is not finite on one rank."""
     rows = []
     for step in range(first, last):

@@ -20,7 +20,7 @@ from posttrain.config import ConfigError, RLConfig
 from posttrain.runs.rng import seed_everything
 from posttrain.trainer.critic import HEAD, Critic
 from posttrain.trainer.loading import ModelConfig, load_config, model_path, pick_device
-from posttrain.trainer.optimizer import BaseOptimizer, Optimizer, OptimizerConfig
+from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig
@@ -49,10 +49,10 @@ class Learner:
 
     config: RLConfig
     policy: Policy
-    optimizer: BaseOptimizer
+    optimizer: Stepper
     ref: Policy | None = None
     critic: Critic | None = None
-    critic_optimizer: BaseOptimizer | None = None
+    critic_optimizer: Stepper | None = None
     sampler_shares_weights: bool = True  # and computes as `policy` does: its log-probs need not be computed again
     kl_coef: float = 0.0  # as the controller has left it
     running: Running = field(default_factory=Running)  # of all rewards so far, for their normalisation
@@ -227,7 +227,7 @@ def _sequence_group(config: RLConfig, ranks: Ranks) -> SequenceGroup | None:
 
 def _optimizer(
     model: Policy | Critic, config: OptimizerConfig, steps: int, ranks: Ranks, trainer: TrainerConfig
-) -> BaseOptimizer:
+) -> Stepper:
     if ranks.size > 1 and trainer.zero is not None:
         return ZeroOptimizer(model, config, steps, trainer, ranks)
     half = ranks.size > 1 and model.dtype not in {torch.float32, torch.float64}
@@ -293,7 +293,7 @@ def _policy_state(learner: Learner) -> dict[str, Tensor] | None:
     return learner.sampled.state() if learner.ranks.leads and learner.config.checkpoint.background else None
 
 
-def _staged_state(learner: Learner, optimizer: BaseOptimizer, file: str) -> Callable[[Path], object]:
+def _staged_state(learner: Learner, optimizer: Stepper, file: str) -> Callable[[Path], object]:
     ranks = learner.ranks
     if isinstance(optimizer, Optimizer) and learner.config.checkpoint.sharded:
         shards = optimizer.state_tensors(gather=False)
@@ -303,7 +303,7 @@ def _staged_state(learner: Learner, optimizer: BaseOptimizer, file: str) -> Call
 
 
 def _load_optimizers(learner: Learner, checkpoint: Path) -> None:
-    named: Mapping[str, BaseOptimizer | None] = {
+    named: Mapping[str, Stepper | None] = {
         OPTIMIZER_FILE: learner.optimizer,
         CRITIC_OPTIMIZER_FILE: learner.critic_optimizer,
     }

@@ -14,7 +14,7 @@ from posttrain.loops.credit import mini_batches
 from posttrain.loops.learner import Learner
 from posttrain.loops.together import bins_for, descend_together
 from posttrain.packing import Batch, select
-from posttrain.trainer.optimizer import BaseOptimizer, Optimizer, StepReport, non_finite_segments
+from posttrain.trainer.optimizer import Optimizer, Stepper, StepReport, non_finite_segments
 from posttrain.trainer.parallel import accumulate_gradients
 
 
@@ -68,7 +68,7 @@ def _micro_batches(learner: Learner, mini: Batch | None) -> list[Batch]:
 
 
 def _descend(
-    learner: Learner, optimizer: BaseOptimizer, loss_of: Callable[[Learner, Batch], Tensor], parts: list[Batch]
+    learner: Learner, optimizer: Stepper, loss_of: Callable[[Learner, Batch], Tensor], parts: list[Batch]
 ) -> tuple[float, StepReport]:
     """Forward and backward of every micro-batch, then one step; the loss is that of the whole mini-batch."""
     if learner.ranks.size > 1:

@@ -65,7 +65,7 @@ def lr_at(config: OptimizerConfig, step: int, total_steps: int | None = None) ->
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
-class BaseOptimizer(ABC):
+class Stepper(ABC):
     """What the loop asks of an optimizer; `steps_done` counts the planned updates that are over, those left out too."""
 
     def __init__(
@@ -108,7 +108,7 @@ class BaseOptimizer(ABC):
         """
 
 
-class Optimizer(BaseOptimizer):
+class Optimizer(Stepper):
     """Steps named parameters.
 
     Half-precision parameters get float32 master copies: at the learning rates of RL an update is smaller than the
@@ -155,7 +155,7 @@ class Optimizer(BaseOptimizer):
         return StepReport(norm, lr, skipped)
 
     def state_tensors(self, *, keep: bool = True, gather: bool = True) -> dict[str, Tensor]:
-        """See `BaseOptimizer`. gather=False: shards as they are."""
+        """See `Stepper`. gather=False: shards as they are."""
         tensors = {STEPS_DONE: torch.tensor(self.steps_done)}
         for name, master in self._masters.items():
             state = {key: torch.as_tensor(value) for key, value in self._adamw.state.get(master, {}).items()}

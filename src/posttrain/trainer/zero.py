@@ -20,8 +20,8 @@ from posttrain.trainer.loading import ModelError
 from posttrain.trainer.optimizer import (
     MASTER,
     STEPS_DONE,
-    BaseOptimizer,
     OptimizerConfig,
+    Stepper,
     StepReport,
     adamw,
     by_parameter,
@@ -45,7 +45,7 @@ class Trained(Protocol):
     def parameters(self) -> list[tuple[str, nn.Parameter]]: ...
 
 
-class ZeroOptimizer(BaseOptimizer):
+class ZeroOptimizer(Stepper):
     """Divides a model among all ranks and steps it; every rank has to make one, and to call whatever it calls.
 
     Masters and moments are float32. From now on forwards of the model go through the engine (`sharding.inside`), which
@@ -63,9 +63,14 @@ class ZeroOptimizer(BaseOptimizer):
         self._shapes = {name: p.shape for name, p in self.named.items()}
         wide = {name: p.detach().clone() for name, p in self.named.items() if p.dtype is not model.dtype}
         self._base = adamw(self.named.values(), config)
-        self._engine = _engine(model, self._base, trainer.zero, clip=config.max_grad_norm, offload=trainer.offload)
+        self._deepspeed = _deepspeed(model.device)
+        half = model.dtype is torch.bfloat16
+        options = _options(trainer.zero, clip=config.max_grad_norm, half=half, offload=trainer.offload)
+        room = _Room(model.module)
+        self._engine = self._deepspeed.initialize(model=room, optimizer=self._base, config=options)[0]
         self._make_moments()
-        self._take_over(model.module)
+        setattr(model.module, INSIDE, self._run)
+        setattr(model.module, AT_HAND, self._deepspeed.zero.GatheredParameters)
         for name, value in wide.items():
             self._set(name, MASTER, value)
 
@@ -92,14 +97,8 @@ class ZeroOptimizer(BaseOptimizer):
                 self._set(name, key, value)
         self.steps_done = int(tensors[STEPS_DONE].item())
 
-    def _take_over(self, module: nn.Module) -> None:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        setattr(module, INSIDE, self._run)
-        setattr(module, AT_HAND, GatheredParameters)
-
-    def _run(self, work: Callable[[], Result]) -> Result:
-        result: Any = self._engine(work)
+    def _run(self, work: Callable[[], Any]) -> Any:
+        result = self._engine(work)
         for tensor in result if isinstance(result, tuple) else (result,):
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: grad * self._ranks.size)
@@ -107,17 +106,15 @@ class ZeroOptimizer(BaseOptimizer):
 
     def _state_of(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Gathered, one after the other."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        parameter = self.named[name]
+        parameter, read = self.named[name], self._deepspeed.utils
         if self._mastered:
-            yield MASTER, safe_get_full_fp32_param(parameter)
+            yield MASTER, read.safe_get_full_fp32_param(parameter)
         step = next(iter(self._base.state.values()))["step"]
         if not step:
             return
         yield "step", step
         for key in MOMENTS:
-            yield key, safe_get_full_optimizer_state(parameter, key)
+            yield key, read.safe_get_full_optimizer_state(parameter, key)
 
     def _set(self, name: str, key: str, value: Tensor) -> None:
         parameter = self.named[name]
@@ -125,30 +122,22 @@ class ZeroOptimizer(BaseOptimizer):
         if key == "step":
             for state in self._base.state.values():
                 state["step"].copy_(value)
+        elif self._stage == 2 and key == MASTER:
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
         elif self._stage == 2:
-            self._set_whole(parameter, key, value)
+            self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, key)
         else:
             self._set_share(parameter, key, value)
 
-    def _set_whole(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        if key == MASTER:
-            safe_set_full_fp32_param(parameter, value)
-        else:
-            safe_set_full_optimizer_state(parameter, value, key)
-
     def _set_share(self, parameter: Any, key: str, value: Tensor) -> None:
         """The engine's own division of a whole value fails on one that does not divide evenly."""
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
         size = parameter.ds_tensor.numel()
         padded = nn.functional.pad(value.flatten(), (0, size * self._ranks.size - value.numel()))
         share = padded[self._ranks.rank * size :][:size]
         if key == MASTER:
-            safe_set_local_fp32_param(parameter, share)
+            self._deepspeed.utils.safe_set_local_fp32_param(parameter, share)
         else:
-            safe_set_local_optimizer_state(parameter, share, key)
+            self._deepspeed.utils.safe_set_local_optimizer_state(parameter, share, key)
 
     def _make_moments(self) -> None:
         """At once, and not at the first step: the engine would link those of the first decay group only."""
@@ -172,19 +161,10 @@ class _Room(nn.Module):
         return work()
 
 
-def _engine(
-    model: Trained, base: torch.optim.Optimizer, config: DeepSpeedConfig, *, clip: float | None, offload: bool
-) -> Any:
-    deepspeed = _deepspeed(model.device)
-    options = _options(config, clip=clip, half=model.dtype is torch.bfloat16, offload=offload)
-    engine, *_ = deepspeed.initialize(model=_Room(model.module), optimizer=base, config=options)
-    return engine
-
-
 def _deepspeed(device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
-        import deepspeed
+        import deepspeed  # type: ignore[import-not-found]
     except ImportError as error:
         raise ModelError(
             f"trainer.backend is deepspeed, which cannot be imported ({error}); pip install 'posttrain[deepspeed]', or "
