@@ -18,7 +18,7 @@ from posttrain.trainer.loading import ModelError, load_config, model_path
 
 
 class UnknownSizes(ModelError):
-    """The config of this architecture does not say what the estimate is made of."""
+    """What the estimate is made of is not known: of this architecture, or of the engine that divides the models."""
 
 
 def shape_at(path: str) -> ModelShape:
