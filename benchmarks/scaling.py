@@ -2,10 +2,12 @@
 
     python benchmarks/scaling.py --ranks 1,2,4 --model MODEL_DIR --device cuda
     python benchmarks/scaling.py --ranks 1,2 --episodes 16 --response 48 --rounds 2     # a small try on a CPU
+    python benchmarks/scaling.py --ranks 2,4 --tensor 2 --model MODEL_DIR --device cuda             # tensor parallel
+    python benchmarks/scaling.py --ranks 4 --sequence 4 --ring --response 16384 --episodes 16 --model MODEL_DIR ..
 
 Every number of ranks runs in fresh processes; the first round is a warm-up. Tokens per second count all tokens of the
 batch; efficiency is the speed divided by that of the first number of ranks, per rank. The work is the same for all
-(strong scaling), or grows with the ranks (--weak).
+(strong scaling), or grows with the ranks (--weak). GiB is the most that rank 0 held on its GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--keep-layers", action="store_true", help="trainer.reshard_after_forward: false")
     parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that hold a part of every layer; divides --ranks")
     parser.add_argument("--sequence", type=int, default=1, help="ranks that share each micro-batch; divides --ranks")
+    parser.add_argument("--ring", action="store_true", help="these attend in a ring, whatever the number of heads")
     parser.add_argument("--weak", action="store_true", help="as many episodes for each rank")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)  # this is a rank; where rank 0 writes
     return parser.parse_args()
@@ -77,7 +81,8 @@ def config_of(given: argparse.Namespace) -> RLConfig:
         "critic": {} if given.critic else None,
         "trainer": {
             "offload": given.offload, "reshard_after_forward": not given.keep_layers,
-            "sequence_parallel": given.sequence,
+            "tensor_parallel": given.tensor, "sequence_parallel": given.sequence,
+            "sequence_parallel_kind": "ring" if given.ring else "auto",
         },
     }  # fmt: skip
     return parse_config(RLConfig, config)

@@ -342,6 +342,7 @@ class RLConfig(Section):
             _check_memory,
             _check_asynchronous,
             _check_trainer,
+            _check_layout,
             _check_sampler,
             _check_cluster,
         ):
@@ -502,6 +503,21 @@ def _check_trainer(config: RLConfig) -> None:
         raise key_error("trainer.offload", f"DeepSpeed's stage 2 takes no step after one that was skipped; {fix}")
     if trainer.zero.stage == 3 and config.model.compile is True:
         raise key_error("model.compile", f"layers that ZeRO-3 gathers part by part are not compiled; {other}")
+
+
+def _check_layout(config: RLConfig) -> None:
+    trainer = config.trainer
+    if trainer.tensor_parallel > 1 and config.model.compile is True:
+        raise key_error(
+            "model.compile",
+            f"layers that trainer.tensor_parallel = {trainer.tensor_parallel} divides are not compiled; leave it out",
+        )
+    if trainer.sequence_parallel == 1 and trainer.sequence_parallel_kind != "auto":
+        raise key_error(
+            "trainer.sequence_parallel_kind",
+            f"{trainer.sequence_parallel_kind} is a way to share micro-batches, and trainer.sequence_parallel is 1; "
+            "raise that, or leave this out",
+        )
 
 
 def _check_memory(config: RLConfig) -> None:

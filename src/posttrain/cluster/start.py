@@ -119,5 +119,8 @@ def _following(ranks: Ranks) -> None:
 
 
 def _check(config: RLConfig, wanted: int) -> None:
+    problem = config.trainer.problem_with(wanted)
+    if problem is not None:
+        raise ConfigError([problem])
     if wanted == 1 and config.trainer.offload:
         raise ConfigError(["trainer.offload is for models on several ranks; set trainer.ranks, or leave it out"])

@@ -113,18 +113,18 @@ class Learner:
 
     @property
     def teams(self) -> int:
-        """Ranks, or groups of those that share each micro-batch."""
-        return self.ranks.size // (1 if self.sequence is None else self.sequence.size)
+        """Ranks, or groups of those that work on the same micro-batch."""
+        return self.ranks.size // self.config.trainer.team
 
     @property
     def team(self) -> int:
         """That of this rank."""
-        return self.ranks.rank // (1 if self.sequence is None else self.sequence.size)
+        return self.ranks.rank // self.config.trainer.team
 
     @property
     def speaks(self) -> bool:
         """Whether this rank tells the others what its team has found."""
-        return self.sequence is None or self.sequence.rank == 0
+        return self.ranks.rank % self.config.trainer.team == 0
 
     @property
     def sampled(self) -> Policy:
@@ -170,7 +170,7 @@ def make_learner(
         torch.set_num_threads(max(1, threads_for(hidden_size) // ranks.on_this_host))
         if hidden_size < SMALL_HIDDEN_SIZE:
             keep_freed_memory()
-    sequence = _sequence_group(config, ranks)
+    ranks, sequence = _teams(config, ranks)
     policy = _spread(Policy.from_config(_trained(model, config.trainer, ranks)), config.trainer, ranks, sequence)
     learner = Learner(
         config=config,
@@ -218,11 +218,13 @@ def _spread(model: Model, trainer: TrainerConfig, ranks: Ranks, sequence: Sequen
     return model
 
 
-def _sequence_group(config: RLConfig, ranks: Ranks) -> SequenceGroup | None:
-    size = config.trainer.sequence_parallel
-    if ranks.size % size:
-        raise ConfigError([f"trainer.sequence_parallel is {size}, which does not divide {ranks.size} ranks"])
-    return SequenceGroup.of(ranks, size)
+def _teams(config: RLConfig, ranks: Ranks) -> tuple[Ranks, SequenceGroup | None]:
+    """The ranks divided as the config asks for. Raises ConfigError where there are too few or too many."""
+    trainer = config.trainer
+    problem = trainer.problem_with(ranks.size)
+    if problem is not None:
+        raise ConfigError([problem])
+    return ranks.divided(trainer.tensor_parallel), SequenceGroup.of(ranks, trainer)
 
 
 def _optimizer(

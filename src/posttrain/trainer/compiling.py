@@ -17,6 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.trainer import attention
 
 
+def run_plainly(layer: nn.Module) -> None:
+    """Undoes `compile_layers` for a layer that is to work on DTensors: for those, lengths that vary are untried."""
+    layer._compiled_call_impl = None
+
+
 def compile_layers(module: nn.Module, backend: Any = "inductor") -> None:
     """In place. Compilation itself happens at the first forward (and once more at the first with gradients)."""
     symbols.use_duck_shape = False  # lengths that happen to be equal now may differ in the next batch

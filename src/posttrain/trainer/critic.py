@@ -76,14 +76,12 @@ class Critic:
         """See `Policy.shard`. The head becomes a part of the module; it computes in float32 as before."""
         assert ranks.mesh is not None
         if sequence is not None:
-            sequence.check(self.module)
-            self.sequence, self.narrows = sequence, False
+            self.sequence, self.narrows = sequence.fitted(self.module), False
         self._place = (self.device, self.dtype)
         self.module.add_module(HEAD, self.head)
         if config.zero is None:
             shard_alone(self.head, ranks.mesh, offload=config.offload)
-            how = {"offload": config.offload, "reshard_after_forward": config.reshard_after_forward}
-            shard(self.module, ranks.mesh, self.dtype, **how)
+            shard(self.module, ranks, config, self.dtype)
         elif config.zero.stage == 3:
             self.narrows = False
 

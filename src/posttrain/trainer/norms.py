@@ -46,6 +46,11 @@ def quicken_norms(module: nn.Module) -> int:
     return sum(_quicken(part) for part in module.modules() if type(part).__name__.endswith("RMSNorm"))
 
 
+def with_own_forward(norm: nn.Module) -> None:
+    """Undoes `quicken_norms` for one that is given DTensors, which these passes over memory do not know."""
+    vars(norm).pop("forward", None)
+
+
 @torch.no_grad()
 def _quicken(norm: Any) -> bool:
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))

@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from posttrain.trainer.sharding import like, whole
+from posttrain.trainer.sharding import like, norm, whole
 
 STEPS_DONE = "steps_done"
 MASTER = "master"
@@ -218,10 +218,7 @@ def by_parameter(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
 
 def clip_grad_norm(grads: list[Tensor], max_norm: float | None) -> float:
     """Global 2-norm of the gradients (before clipping); scales them in place when it is finite and above `max_norm`."""
-    if not grads:
-        return 0.0
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-    value = float(whole(torch.linalg.vector_norm(torch.stack(norms))))
+    value = norm(grads)
     if max_norm is not None and math.isfinite(value) and value > max_norm:
         torch._foreach_mul_(grads, max_norm / (value + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return value

@@ -90,14 +90,11 @@ class Policy:
 
         sequence: ranks that ask for those of the same batch, and share its rows.
         """
-        assert ranks.mesh is not None
         if sequence is not None:
-            sequence.check(self.module)
-            self.sequence, self.narrows = sequence, False
+            self.sequence, self.narrows = sequence.fitted(self.module), False
         self._place = (self.device, self.dtype)
         if config.zero is None:
-            how = {"offload": config.offload, "reshard_after_forward": config.reshard_after_forward}
-            shard(self.module, ranks.mesh, self.dtype, **how)
+            shard(self.module, ranks, config, self.dtype)
         elif config.zero.stage == 3:
             self.narrows = False  # it leaves modules half-way, which then would stay gathered
 
@@ -219,7 +216,7 @@ def packed_hidden_states(model: Any, batch: Batch, *, before_policy_only: bool =
     if before_policy_only and model.narrows and (read := rows_read(rows, len(of_row), batch.loss_mask)) is not None:
         context, rows = ReadRows(context, read), renumbered(rows, len(of_row), read)
     if model.sequence is not None:
-        of_row, rows, context = model.sequence.own_rows(of_row, rows, context)
+        of_row, rows, context = model.sequence.own_rows(batch, of_row, rows, context)
     hidden = model.hidden_states(batch.token_ids[of_row], batch.positions[of_row], context)
     return rows, hidden[0]
 

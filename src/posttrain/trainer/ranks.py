@@ -6,7 +6,7 @@ A run on one process has `ALONE`, with which every method gives back what it was
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -49,8 +49,15 @@ class TrainerConfig(BaseModel):
         default="fsdp2", description="what divides policy and critic among several ranks; the steps are the same"
     )
     deepspeed: DeepSpeedConfig | None = Field(default=None, description="for that backend; null = its defaults")
+    tensor_parallel: PositiveInt = Field(
+        default=1, description="ranks that hold a part of every layer each; divides heads and key heads"
+    )
     sequence_parallel: PositiveInt = Field(
         default=1, description="ranks that share each micro-batch, for episodes whose activations do not fit one"
+    )
+    sequence_parallel_kind: Literal["auto", "ulysses", "ring"] = Field(
+        default="auto",
+        description="how these attend: ulysses shares out heads, in a ring keys come round; auto: ulysses if it can",
     )
     offload: bool = Field(
         default=False, description="on GPUs: weights, gradients and moments live in host memory between their uses"
@@ -67,6 +74,22 @@ class TrainerConfig(BaseModel):
         """None where FSDP2 divides the models."""
         return None if self.backend == "fsdp2" else self.deepspeed or DeepSpeedConfig()
 
+    @property
+    def team(self) -> int:
+        """Ranks that work on the same micro-batch."""
+        return self.tensor_parallel * self.sequence_parallel
+
+    def problem_with(self, ranks: int) -> str | None:
+        """Why so many ranks cannot be divided as asked for; None when they can."""
+        if ranks % self.team == 0:
+            return None
+        asked = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": self.sequence_parallel}
+        factors = [f"trainer.{key} = {count}" for key, count in asked.items() if count > 1]
+        return (
+            f"{' times '.join(factors)} makes teams of {self.team} ranks, which do not divide {ranks} "
+            f"rank{'s' * (ranks > 1)}; set trainer.ranks to a multiple of {self.team}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -75,12 +98,21 @@ class Ranks:
     rank: int = 0
     size: int = 1
     on_this_host: int = 1  # ranks that share the cores of this machine
-    mesh: DeviceMesh | None = None  # None for one rank
+    mesh: DeviceMesh | None = None  # those that hold shards of the same weights; None for one rank
+    tensor: DeviceMesh | None = None  # those that hold parts of the same layers; None where each has them whole
     writers: Any = None  # a process group of its own, on the host, for a thread that writes a checkpoint
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    def divided(self, tensor: int) -> Ranks:
+        """The same ranks, of which every `tensor` neighbours hold parts of each layer; every rank has to call it."""
+        if tensor == 1 or self.mesh is None:
+            return self
+        shape, names = (self.size // tensor, tensor), ("shard", "tensor")
+        grid = init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=names)
+        return replace(self, mesh=grid["shard"], tensor=grid["tensor"])
 
     def sum(self, values: Tensor) -> Tensor:
         """Over all ranks, in place; every rank gets the same bits."""

@@ -8,12 +8,14 @@ dtype that the model computes in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -24,31 +26,34 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from posttrain.trainer.compiling import run_plainly
+from posttrain.trainer.ranks import Ranks, TrainerConfig
+from posttrain.trainer.tensor import check_layers, split_layer
 
 Result = TypeVar("Result")
 INSIDE = "posttrain_inside"  # of a module: computes something with its weights gathered
 AT_HAND = "posttrain_at_hand"  # of a module whose parameters are not whole or DTensors: a context in which one is whole
 
 
-def shard(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    *,
-    offload: bool = False,
-    reshard_after_forward: bool = True,
-) -> None:
+def shard(module: nn.Module, ranks: Ranks, config: TrainerConfig, dtype: torch.dtype) -> None:
     """In place: layer by layer, and what is left (embedding, last norm, head) with `module` itself.
 
-    dtype: that the model computes in. offload: parameters, gradients and moments live in the memory of the host.
+    dtype: that the model computes in. Raises ModelError for a model that a team of ranks cannot divide.
     """
-    options = _options(mesh, dtype, offload=offload)
+    assert ranks.mesh is not None
+    options = _options(ranks.mesh, dtype, offload=config.offload)
+    if ranks.tensor is not None:
+        check_layers(module, ranks.tensor.size())
     for part in list(module.modules()):
         if isinstance(part, GradientCheckpointingLayer):
             widen(part)
-            fully_shard(part, reshard_after_forward=reshard_after_forward, **options)
+            if ranks.tensor is not None:
+                run_plainly(part)
+                split_layer(part, ranks.tensor)
+            fully_shard(part, reshard_after_forward=config.reshard_after_forward, **options)
     widen(module)
     fully_shard(module, reshard_after_forward=False, **options)  # its parameters are needed again at once
     for part in sharded_parts(module):
@@ -103,7 +108,32 @@ def let_go(module: nn.Module) -> None:
 
 def whole(value: Tensor) -> Tensor:
     """The tensor behind its shards; every rank has to ask."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    for count in range(1, value.device_mesh.ndim):  # shards of parts: first the shards to parts, then these
+        value = value.redistribute(placements=[Replicate()] * count + list(value.placements[count:]))
+    return value.full_tensor()
+
+
+def norm(tensors: list[Tensor]) -> float:
+    """2-norm of all of them together, in float32 at least; of sharded ones every rank gets the same, and has to ask."""
+    if not tensors:
+        return 0.0
+    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in own]
+    if not any(isinstance(tensor, DTensor) for tensor in tensors):
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+    holders = torch.tensor([_holders(tensor) for tensor in tensors], dtype=torch.float64, device=norms[0].device)
+    squares = (torch.stack(norms).double().square() / holders).sum()
+    dist.all_reduce(squares)
+    return float(squares.sqrt())
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many ranks hold the same shard."""
+    assert isinstance(tensor, DTensor)
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return dist.get_world_size() // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def like(value: Tensor, model: Tensor) -> Tensor:
