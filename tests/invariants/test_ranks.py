@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,61 +12,13 @@ from safetensors.torch import load_file
 
 from cluster.fleet import on_ranks, train
 from loops.toy import toy_config
-from posttrain.config import RLConfig
 from posttrain.loops.collect import usable
-from posttrain.loops.credit import Lesson, credited
-from posttrain.loops.learner import Models, save_learner
-from posttrain.loops.update import update
-from posttrain.packing import Batch
+from posttrain.loops.credit import Lesson
+from posttrain.loops.learner import Models
 from posttrain.runs.checkpoint import CheckpointStore
 from posttrain.runs.trajectories import read_trajectories
-from posttrain.trainer.loading import pick_device
-from posttrain.trainer.ranks import join_ranks, leave_ranks
-from posttrain.trainer.shards_on_disk import read_shards
 
-STEPS = 5
-SETTINGS: dict[str, Any] = {
-    "run": {"steps": STEPS},
-    "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_micro_batch": 160, "cpu_workers": 1},
-    "optimizer": {"lr": 1e-3, "eps": 1e-3},
-    "algorithm": {
-        "advantage": "gae", "std": None, "length": None, "aggregate": "token_mean", "lam": 0.95,
-        "kl_coef": 0.01, "kl_in": "reward", "kl_estimator": "k1", "kl_target": 0.001,
-        "shaping": {"normalise": "running"},
-    },
-    "critic": {"optimizer": {"lr": 1e-3, "eps": 1e-3}, "warmup_steps": 1},
-    "checkpoint": {"every": 4, "keep": 9},
-}  # fmt: skip
-SHARDED = SETTINGS["checkpoint"] | {"sharded": True, "background": True}
-EXACT = {"train/loss": 1e-6, "critic/loss": 1e-6, "ref/kl": 1e-6, "train/entropy": 1e-6} | {
-    "train/grad_norm": 2e-5,
-    "critic/grad_norm": 2e-5,
-}
-
-
-def config_in(folder: Path, **sections: Any) -> RLConfig:
-    folder.mkdir()
-    return toy_config(folder, **SETTINGS | sections)
-
-
-def rows(folder: Path) -> dict[int, dict[str, float]]:
-    return {row["step"]: row for row in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())}
-
-
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted(checkpoint.rglob("*.safetensors")):
-        if "optimizer" not in file.parent.name:
-            found |= {f"{file.relative_to(checkpoint)}/{name}": value for name, value in load_file(file).items()}
-    for folder in checkpoint.glob("*optimizer"):
-        found |= {f"{folder.name}.safetensors/{name}": value for name, value in read_shards(folder).items()}
-    return found
-
-
-def largest_gap(one: Path, other: Path) -> float:
-    mine, yours = tensors(one), tensors(other)
-    assert mine.keys() == yours.keys()
-    return max(float((mine[name].double() - yours[name].double()).abs().max()) for name in mine)
+from .steps import EXACT, SETTINGS, SHARDED, STEPS, config_in, largest_gap, rows, step_once, tensors
 
 
 @pytest.fixture(scope="module")
@@ -126,18 +76,6 @@ def test_a_run_of_two_ranks_goes_on_with_as_many_as_there_are(runs: Path, count:
 # ---------------------------------------------------------------- one update, without a rollout
 
 
-def step_once(models: Models, batch: Batch, truncated: torch.Tensor, folder: Path) -> None:
-    """On every rank: loads, saves to `before`, learns a lesson, saves to `after`."""
-    ranks = join_ranks(pick_device("cpu"))
-    learner = models.load(ranks)
-    for name in ("before", "after"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        save_learner(learner, folder / name)
-        if name == "before":
-            update(learner, credited(Lesson(batch, truncated), learner), step=2)
-    leave_ranks()
-
-
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-6), ("bfloat16", 2e-3)])
 def test_ranks_without_work_keep_the_others_company(runs: Path, tmp_path: Path, dtype: str, close: float):
     """Two segments on three ranks, from a checkpoint of two ranks, with all masters and moments: no bit is lost.
@@ -169,22 +107,3 @@ def test_ranks_without_work_keep_the_others_company(runs: Path, tmp_path: Path, 
     assert largest_gap(tmp_path / "1" / "after", tmp_path / "3" / "after") < close
     moved = [load_file(tmp_path / "3" / name / "model.safetensors") for name in ("before", "after")]
     assert max(float((moved[1][name] - moved[0][name]).abs().max()) for name in moved[0]) > 1e-4
-
-
-@pytest.mark.parametrize(("count", "together"), [(4, 2), (4, 4)])
-def test_ranks_that_share_every_micro_batch(runs: Path, tmp_path: Path, count: int, together: int):
-    """Ulysses: rows of all heads become heads of all rows around attention; of two key heads, four ranks get halves."""
-    kept = usable(read_trajectories(runs / "2" / "run" / "trajectories" / "step-000001.parquet"))[:5]
-    for trajectory in kept:
-        trajectory.streams.clear()
-    lesson = Lesson.of(kept)
-    configs = {
-        1: config_in(tmp_path / "one"),
-        count: config_in(tmp_path / "many", trainer={"sequence_parallel": together}),
-    }
-    for number, config in configs.items():
-        models, folder = Models(config, STEPS, version=4), tmp_path / f"{number}"
-        on_ranks(number, tmp_path / f"log{number}", step_once, models, lesson.batch, lesson.truncated, folder)
-    assert largest_gap(tmp_path / "1" / "after", tmp_path / f"{count}" / "after") < 1e-6
-    moments = load_file(tmp_path / "1" / "after" / "optimizer.safetensors")
-    assert max(float(moments[name].abs().max()) for name in moments if name.endswith("exp_avg")) > 1e-3

@@ -87,7 +87,7 @@ class TrainerConfig(BaseModel):
         factors = [f"trainer.{key} = {count}" for key, count in asked.items() if count > 1]
         return (
             f"{' times '.join(factors)} makes teams of {self.team} ranks, which do not divide {ranks} "
-            f"rank{'s' * (ranks > 1)}; set trainer.ranks to a multiple of {self.team}"
+            f"rank{'s' * (ranks > 1)}; set trainer.ranks to a multiple of {self.team}, or change these"
         )
 
 
@@ -159,7 +159,8 @@ def join_ranks(device: torch.device) -> Ranks:
     size = dist.get_world_size()
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return Ranks(dist.get_rank(), size, on_this_host, mesh, dist.new_group(backend="gloo", timeout=PATIENCE))
+    writers = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return Ranks(dist.get_rank(), size, on_this_host, mesh, writers=writers)
 
 
 def leave_ranks() -> None:

@@ -41,8 +41,6 @@ def check_layers(module: nn.Module, size: int) -> None:
             f"trainer.tensor_parallel has no plan for {name} (model_type {kind}), only for {', '.join(DECODERS)}; "
             "leave it out: trainer.ranks shards any model"
         )
-    if hasattr(module, "peft_config"):
-        raise ModelError("trainer.tensor_parallel cannot divide layers that carry adapters; leave it out")
     counts = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
@@ -56,9 +54,18 @@ def check_layers(module: nn.Module, size: int) -> None:
 
 
 def split_layer(layer: nn.Module, mesh: DeviceMesh) -> None:
-    """In place: this rank's part of a decoder layer whose whole every rank holds. Before it is sharded."""
+    """In place: this rank's part of a decoder layer whose whole every rank holds. Before it is sharded.
+
+    Raises ModelError for a layer without one of the projections (those of an image tower, those that carry adapters).
+    """
     trains = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
     parts = dict(layer.named_modules())
+    missing = [name for name in (*BY_OUTPUT, *BY_INPUT) if not isinstance(parts.get(name), nn.Linear)]
+    if missing:
+        raise ModelError(
+            f"trainer.tensor_parallel finds no plain {' or '.join(missing)} in {type(layer).__name__}; it cannot "
+            "divide adapters or layers of another build: leave it out"
+        )
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in BY_OUTPUT}
     plan |= {name: RowwiseParallel() for name in BY_INPUT}
     plan |= {"self_attn": _whole_input("hidden_states"), "mlp": _whole_input()}

@@ -1,0 +1,117 @@
+"""How ranks divide a model among them changes no step: layers by heads, micro-batches by rows, both, and neither."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from cluster.fleet import on_ranks, train
+from loops.toy import toy_config
+from posttrain.config import RLConfig
+from posttrain.loops.collect import usable
+from posttrain.loops.credit import Lesson
+from posttrain.loops.learner import Models
+from posttrain.runs.trajectories import read_trajectories
+
+from .steps import EXACT, SETTINGS, SHARDED, STEPS, config_in, largest_gap, rows, step_once
+
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tensor": (2, {"trainer": {"tensor_parallel": 2}, "checkpoint": SHARDED}),
+    "tensor and shards": (4, {"trainer": {"tensor_parallel": 2}}),
+}
+GOING_ON: dict[str, tuple[str, int, int]] = {  # which run, ranks, tensor_parallel
+    "tensor to one": ("tensor", 1, 1),
+    "tensor to shards": ("tensor", 4, 1),
+    "one to tensor": ("one", 2, 2),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "two teams of two": (4, {"sequence_parallel": 2}),
+    "halves of key heads": (4, {"sequence_parallel": 4}),
+    "a ring": (3, {"sequence_parallel": 3}),
+    "two rings": (4, {"sequence_parallel": 2, "sequence_parallel_kind": "ring"}),
+    "rows and layers": (4, {"sequence_parallel": 2, "tensor_parallel": 2}),
+}
+
+
+def moved(base: Path, name: str) -> RLConfig:
+    """A copy of a run without its last checkpoint, to go on in another layout."""
+    origin, _, tensor = GOING_ON[name]
+    folder = base / name
+    shutil.copytree(base / origin, folder)
+    shutil.rmtree(folder / "run" / "checkpoints" / f"step-{STEPS}")
+    stored = folder / "run" / "config.yaml"
+    text = stored.read_text().replace(f"{base / origin}/", f"{folder}/")
+    before = "tensor_parallel: 2" if origin == "tensor" else "tensor_parallel: 1"
+    assert before in text
+    stored.write_text(text.replace(before, f"tensor_parallel: {tensor}"))
+    return toy_config(folder, **SETTINGS | RUNS[origin][1] | {"trainer": {"tensor_parallel": tensor}})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs, and their last steps again in other layouts."""
+    base = tmp_path_factory.mktemp("layouts")
+    configs = {name: config_in(base / name, **sections) for name, (_, sections) in RUNS.items()}
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda n: on_ranks(RUNS[n][0], base / f"log {n}", train, configs[n]), configs))
+        again = {name: moved(base, name) for name in GOING_ON}
+        list(pool.map(lambda n: on_ranks(GOING_ON[n][1], base / f"log {n}", train, again[n]), again))
+    return base
+
+
+@pytest.mark.parametrize("name", ["tensor", "tensor and shards"])
+def test_p95_divided_layers_take_the_steps_of_one_process(base: Path, name: str):
+    """Policy, critic, reference; rollouts included."""
+    one, many = rows(base / "one"), rows(base / name)
+    assert list(one) == list(many) == list(range(1, STEPS + 1))
+    for step in one:
+        for key in EXACT.keys() & one[step].keys():
+            assert many[step][key] == pytest.approx(one[step][key], abs=EXACT[key], rel=0), f"step {step}: {key}"
+        assert many[step].get("gap/max", 0) < 1e-4
+    ends = [base / run / "run" / "checkpoints" / f"step-{STEPS}" for run in ("one", name)]
+    assert largest_gap(*ends) < 1e-6
+
+
+@pytest.mark.parametrize("name", sorted(GOING_ON))
+def test_a_run_goes_on_in_another_layout(base: Path, name: str):
+    last, again = rows(base / "one")[STEPS], rows(base / name)[STEPS]
+    for key, close in EXACT.items():
+        assert again[key] == pytest.approx(last[key], abs=close, rel=0), key
+    ends = [base / run / "run" / "checkpoints" / f"step-{STEPS}" for run in ("one", name)]
+    assert largest_gap(*ends) < 1e-6
+
+
+# ---------------------------------------------------------------- one update, without a rollout
+
+
+@pytest.fixture(scope="module")
+def lesson(base: Path) -> Lesson:
+    kept = usable(read_trajectories(base / "one" / "run" / "trajectories" / "step-000001.parquet"))[:5]
+    for trajectory in kept:
+        trajectory.streams.clear()
+    return Lesson.of(kept)
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path, lesson: Lesson) -> Path:
+    return updated(base, "alone", 1, {}, lesson)
+
+
+def updated(base: Path, name: str, count: int, trainer: dict[str, Any], lesson: Lesson) -> Path:
+    folder = base / f"update {name}"
+    models = Models(config_in(folder, trainer=trainer), STEPS, version=4)
+    on_ranks(count, folder / "log", step_once, models, lesson.batch, lesson.truncated, folder)
+    return folder / "after"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_team_that_shares_every_micro_batch(base: Path, alone: Path, lesson: Lesson, name: str):
+    assert largest_gap(alone, updated(base, name, *LAYOUTS[name], lesson)) < 1e-6
+    moments = load_file(alone / "optimizer.safetensors")
+    assert max(float(moments[key].abs().max()) for key in moments if key.endswith("exp_avg")) > 1e-3
