@@ -50,7 +50,8 @@ def moved(base: Path, name: str) -> RLConfig:
     before = "tensor_parallel: 2" if origin == "tensor" else "tensor_parallel: 1"
     assert before in text
     stored.write_text(text.replace(before, f"tensor_parallel: {tensor}"))
-    return toy_config(folder, **SETTINGS | RUNS[origin][1] | {"trainer": {"tensor_parallel": tensor}})
+    sections: dict[str, Any] = SETTINGS | RUNS[origin][1] | {"trainer": {"tensor_parallel": tensor}}
+    return toy_config(folder, **sections)
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def family(prefix: int, *lengths: int) -> Batch:
 BATCHES = {
     "ragged": ragged_batch(),
     "families": family(19, 4, 11, 30),
-    "one segment": ragged_batch((150,)),  # more ranks than segments, more queries than a tile
+    "one segment": ragged_batch((300,)),  # more ranks than segments, more queries than a tile
     "one row": ragged_batch((2,)),
 }
 

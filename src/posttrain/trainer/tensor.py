@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -82,5 +82,5 @@ def _whole_input(keyword: str | None = None) -> PrepareModuleInput:
     """Hidden states made a DTensor once, for all projections that read them: their gradient is then added up once."""
     if keyword is None:
         return PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
-    how = {keyword: Replicate()}
+    how: dict[str, Placement] = {keyword: Replicate()}
     return PrepareModuleInput(input_kwarg_layouts=how, desired_input_kwarg_layouts=how)
