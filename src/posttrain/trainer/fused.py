@@ -56,13 +56,16 @@ def fused_logprobs(
         factor = (1.0 if rule is None else rule.scale) / temperature
         kept = KeptLogprobs.apply(hidden, weight, bias, targets, factor, with_entropy)
         return kept[0], kept[1] if with_entropy else None  # type: ignore[index]
-    if logits_per_chunk is None:
-        logits_per_chunk = LOGITS_PER_CUDA_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK
-    rows = max(1, logits_per_chunk // weight.shape[0])
+    rows = rows_per_chunk(hidden, weight.shape[0], logits_per_chunk)
     scaling = Scaling(temperature, rule or LogitsRule(), rows)
     function = implementation_for(hidden.device)
     logprobs, entropy = function.apply(hidden, weight, bias, targets, scaling, with_entropy)  # type: ignore[misc]
     return logprobs, entropy if with_entropy else None
+
+
+def rows_per_chunk(hidden: Tensor, vocabulary: int, logits: int | None = None) -> int:
+    """Positions worked on at once. logits: as many at a time instead of as many as serve the device."""
+    return max(1, (logits or (LOGITS_PER_CUDA_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK)) // vocabulary)
 
 
 def implementation_for(device: torch.device) -> type[torch.autograd.Function]:
@@ -110,7 +113,7 @@ class FusedLogprobs(torch.autograd.Function):
         logprobs = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
         for s in chunks(hidden.shape[0], scaling.rows):
-            z, _ = _scaled_logits(hidden[s], weight, bias, scaling)
+            z, _ = scaled_logits(hidden[s], weight, bias, scaling)
             lse = z.logsumexp(-1)
             logprobs[s] = z.gather(-1, targets[s, None])[:, 0] - lse
             if with_entropy:
@@ -125,7 +128,7 @@ class FusedLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if ctx.needs_input_grad[2] else None
         for s in chunks(hidden.shape[0], ctx.scaling.rows):
-            z, derivative = _scaled_logits(hidden[s], weight, bias, ctx.scaling)
+            z, derivative = scaled_logits(hidden[s], weight, bias, ctx.scaling)
             d_z = _d_logits(z, targets[s], _part(grad_logprobs, s), _part(grad_entropy, s))
             d_z = d_z.mul_(derivative).to(hidden.dtype)
             if d_hidden is not None:
@@ -157,7 +160,7 @@ def chunks(count: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
-def _scaled_logits(
+def scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling
 ) -> tuple[Tensor, Tensor | float]:
     """([n, V] z, dz / d(h W^T)), float32 at least."""

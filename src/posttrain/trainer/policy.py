@@ -19,7 +19,7 @@ from posttrain.packing import Batch
 from posttrain.trainer.attention import AttentionContext, PackedAttention, layout_of, use_varlen
 from posttrain.trainer.checks import check_policy
 from posttrain.trainer.compiling import compile_layers
-from posttrain.trainer.fused import LogitsRule, fused_logprobs, head_product
+from posttrain.trainer.fused import LogitsRule, head_product
 from posttrain.trainer.last_layer import ReadRows, prepare_last_layer, renumbered, rows_read
 from posttrain.trainer.loading import (
     ModelConfig,
@@ -36,6 +36,7 @@ from posttrain.trainer.prefix_varlen import VarlenAttention, varlen_layout
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
 from posttrain.trainer.sharding import inside, shard
+from posttrain.trainer.vocabulary import head_logprobs
 
 
 class Policy:
@@ -182,11 +183,9 @@ class Policy:
         before = rows[written - 1]  # token t is predicted from its predecessor, which is of the same segment
         if self.sequence is not None:
             written, before = written[before >= 0], before[before >= 0]
-        head = head_of(self.module)
-        logprobs, entropy = fused_logprobs(
+        logprobs, entropy = head_logprobs(
             hidden.index_select(0, before),
-            head.weight,
-            head.bias,
+            head_of(self.module),
             batch.token_ids[written],
             temperature=temperature,
             rule=self.rule,

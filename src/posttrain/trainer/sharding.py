@@ -32,6 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.trainer.compiling import run_plainly
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.tensor import check_layers, split_layer
+from posttrain.trainer.vocabulary import split_vocabulary
 
 Result = TypeVar("Result")
 INSIDE = "posttrain_inside"  # of a module: computes something with its weights gathered
@@ -55,6 +56,8 @@ def shard(module: nn.Module, ranks: Ranks, config: TrainerConfig, dtype: torch.d
                 split_layer(part, ranks.tensor)
             fully_shard(part, reshard_after_forward=config.reshard_after_forward, **options)
     widen(module)
+    if ranks.tensor is not None:
+        split_vocabulary(module, ranks.tensor)
     fully_shard(module, reshard_after_forward=False, **options)  # its parameters are needed again at once
     for part in sharded_parts(module):
         part.set_gradient_divide_factor(1.0)

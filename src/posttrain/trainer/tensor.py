@@ -3,7 +3,7 @@
 Each of N ranks has 1 / N of the heads and of the MLP of every layer. Queries, keys, values, gate and up are divided by
 what they give, the projections behind them by what they take; these give partial sums, which are added over the ranks:
 one all-reduce behind attention and one behind the MLP, and one before each in the backward pass. What lies between
-(hidden states, norms, embedding, head) every rank has whole and computes alike, so that all of them see one loss.
+(hidden states and their norms) every rank has whole and computes alike. Embedding and head: see `vocabulary.py`.
 """
 
 from __future__ import annotations
