@@ -102,6 +102,11 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
         (["sampling.top_p=0.9"], "sampling.top_p: 0.9 would train on other probabilities"),
         (["sampling.top_k=20"], "sampling.top_k: 20 would train on other probabilities"),
         (["sampling.temperature=0"], "sampling.temperature: Input should be greater than or equal to 0.0001"),
+        (["trainer.tensor_parallel=2", "model.compile=true"], "model.compile: layers that trainer.tensor_parallel = 2"),
+        (
+            ["trainer.sequence_parallel_kind=ring"],
+            "trainer.sequence_parallel_kind: ring is a way to share micro-batches",
+        ),
         (["batch.tokens_per_micro_batch=512"], "512 tokens cannot hold an episode of limits.max_episode_tokens = 4096"),
         (["algorithm.gamma=0.9"], "algorithm.gamma: no chosen function takes it (grpo, ppo_clip, token_mean, k3)"),
         (["algorithm.options={mine: 1}"], "algorithm.options.mine: no chosen function takes it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,26 @@ def test_an_error_of_rank_0_is_said_once(tmp_path: Path):
     assert done.returncode == 1
     assert done.stderr.count("error:") == 1, done.stderr
     assert "train.jsonl" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        (
+            {"ranks": 4, "tensor_parallel": 2, "sequence_parallel": 4},
+            "trainer.tensor_parallel = 2 times trainer.sequence",
+        ),
+        (
+            {"ranks": 5, "sequence_parallel": 2},
+            "makes teams of 2 ranks, which do not divide 5 ranks; set trainer.ranks to",
+        ),
+        ({"tensor_parallel": 4}, "trainer.tensor_parallel = 4 makes teams of 4 ranks, which do not divide 1 rank;"),
+    ],
+)
+def test_teams_that_the_ranks_cannot_form_are_refused(tmp_path: Path, trainer: dict[str, int], message: str):
+    """Before any of them is started."""
+    with pytest.raises(ConfigError, match=re.escape(message)), mustered(toy_config(tmp_path, trainer=trainer)):
+        pass
 
 
 def test_ranks_that_do_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

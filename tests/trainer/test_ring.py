@@ -12,6 +12,7 @@ from cluster.fleet import on_ranks
 from posttrain.packing import Batch, pack
 from posttrain.trainer.attention import layout_of
 from posttrain.trainer.loading import ModelError
+from posttrain.trainer.policy import Policy
 from posttrain.trainer.prefix import shared_layout
 from posttrain.trainer.ranks import TrainerConfig, join_ranks, leave_ranks
 from posttrain.trainer.ring import Rows
@@ -20,7 +21,7 @@ from posttrain.trainer.sharding import whole
 from posttrain.trajectory import Source, Trajectory
 
 from .batches import ragged_batch
-from .models import tiny_policy
+from .models import tiny_config, tiny_policy
 
 CPU = torch.device("cpu")
 
@@ -52,13 +53,13 @@ BATCHES = {
 }
 
 
-def agree(names: tuple[str, ...], kind: str) -> None:
-    ranks = join_ranks(CPU)
+def agree(names: tuple[str, ...], kind: str, device: str = "cpu") -> None:
+    ranks = join_ranks(torch.device(device))
     torch.set_num_threads(1)
     config = TrainerConfig(ranks=ranks.size, sequence_parallel=ranks.size, sequence_parallel_kind=kind)  # type: ignore[arg-type]
     group = SequenceGroup.of(ranks, config)
     for name in names:
-        alone, together = tiny_policy(name), tiny_policy(name)
+        alone, together = (Policy.random(tiny_config(name), seed=0, device=device) for _ in range(2))
         together.shard(ranks, config, group)
         assert together.sequence is not None
         assert together.sequence.kind == "ring"
@@ -86,6 +87,11 @@ def agree(names: tuple[str, ...], kind: str) -> None:
 def test_a_ring_attends_as_one_rank_does(tmp_path: Path, count: int, names: tuple[str, ...], kind: str) -> None:
     """Grouped queries, sliding windows, prefixes computed once."""
     on_ranks(count, tmp_path / "log", agree, names, kind)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path / "log", agree, ("qwen3", "gemma3"), "ring", "cuda")
 
 
 def seen_by_tokens(batch: Batch) -> Tensor:

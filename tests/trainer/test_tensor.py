@@ -26,11 +26,12 @@ SHAPES = ("llama", "llama_bias_mha", "mistral", "qwen2", "qwen3", "gemma3")
 STEPS = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 
 
-def made(name: str, vocabulary: int) -> Policy | Critic:
-    policy = tiny_policy(name.removesuffix(" critic"), vocab_size=vocabulary)
+def made(name: str, vocabulary: int, device: str) -> Policy | Critic:
+    config = tiny_config(name.removesuffix(" critic"), vocab_size=vocabulary)
+    policy = Policy.random(config, seed=0, device=device)
     if not name.endswith("critic"):
         return policy
-    head = torch.nn.Linear(32, 1)
+    head = torch.nn.Linear(32, 1, device=device)
     torch.nn.init.constant_(head.weight, 0.1)
     torch.nn.init.zeros_(head.bias)
     return Critic(policy.decoder, head)
@@ -40,15 +41,15 @@ def outputs(model: Policy | Critic, batch: Batch) -> tuple[Tensor, ...]:
     return model.logprobs_and_entropy(batch) if isinstance(model, Policy) else (model.values(batch),)
 
 
-def steps_agree(names: tuple[str, ...], tensor: int, vocabulary: int) -> None:
+def steps_agree(names: tuple[str, ...], vocabulary: int, device: str = "cpu", tensor: int = 2) -> None:
     """On every rank, for each model: two clipped steps of the whole model and of the divided one."""
     batch = ragged_batch()
     batch.token_ids[::7], batch.token_ids[::11] = 0, vocabulary // 2  # whose part begins with these; 0 is padding
-    ranks = join_ranks(torch.device("cpu"))
+    ranks = join_ranks(torch.device(device))
     torch.set_num_threads(1)
     divided, config = ranks.divided(tensor), TrainerConfig(ranks=ranks.size, tensor_parallel=tensor)
     for name in names:
-        alone, apart = made(name, vocabulary), made(name, vocabulary)
+        alone, apart = made(name, vocabulary, device), made(name, vocabulary, device)
         apart.shard(divided, config)
         optimizers = [Optimizer(model.parameters(), STEPS) for model in (alone, apart)]
         for _ in range(2):
@@ -88,7 +89,12 @@ def assert_equal_weights(name: str, alone: Policy | Critic, apart: Policy | Crit
 def test_divided_layers_take_the_steps_of_whole_ones(
     tmp_path: Path, count: int, vocabulary: int, names: tuple[str, ...]
 ) -> None:
-    on_ranks(count, tmp_path / "log", steps_agree, names, 2, vocabulary)
+    on_ranks(count, tmp_path / "log", steps_agree, names, vocabulary)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path / "log", steps_agree, ("qwen3", "gemma3", "qwen3 critic"), 62, "cuda")
 
 
 def half_precision() -> None:
