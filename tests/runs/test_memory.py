@@ -88,6 +88,8 @@ def test_what_makes_room_makes_room(half_b: ModelShape):
     assert peak(gradient_checkpointing=True) < peak() / 2 < peak() < peak(compiled=False)
     assert peak(**two, offload=True) < peak(**two) < peak(**two, reshard_after_forward=False)
     assert peak(**two, sequence_parallel=2) < 0.7 * peak(**two)
+    eager = two | {"compiled": False}
+    assert peak(**eager, tensor_parallel=2) < 0.8 * peak(**eager)
 
 
 MEASURED = ("tiny", "tiny_checkpointing", "tiny_several")

@@ -149,10 +149,12 @@ def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
     model, trainer = config.model, config.trainer
     half = model.dtype == "bfloat16" or (model.dtype == "auto" and device == "cuda")
     compiled = device == "cuda" if model.compile == "auto" else bool(model.compile)
+    compiled = compiled and trainer.tensor_parallel == 1
     return Layout(
         device="cuda" if device == "cuda" else "cpu",
         dtype_bytes=2 if half else 4,
         ranks=ranks,
+        tensor_parallel=trainer.tensor_parallel,
         sequence_parallel=trainer.sequence_parallel,
         offload=trainer.offload,
         reshard_after_forward=trainer.reshard_after_forward,
@@ -191,7 +193,7 @@ def largest_micro_batch(config: RLConfig, layout: Layout) -> tuple[MicroBatch, i
     group, written = batch.samples_per_prompt, longest - prompt
     shared = prompt if layout.shares_prefixes and group > 1 else 0
     rows = batch.mini_batch_prompts * (group * longest - (group - 1) * shared)
-    teams = max(layout.ranks // layout.sequence_parallel, layout.workers)
+    teams = max(layout.teams, layout.workers)
     count = max(-(-rows // batch.tokens_per_micro_batch), min(teams, batch.mini_batch_prompts * group))
     most = min(batch.tokens_per_micro_batch, max(longest, -(-rows // count)))
     part = most / rows
@@ -200,7 +202,7 @@ def largest_micro_batch(config: RLConfig, layout: Layout) -> tuple[MicroBatch, i
         tokens=round(part * batch.mini_batch_prompts * group * longest),
         read=round(part * batch.mini_batch_prompts * group * written),
         shared=round(part * batch.mini_batch_prompts * shared),
-    ), -(-count // max(1, layout.ranks // layout.sequence_parallel))
+    ), -(-count // layout.teams)
 
 
 # -- the sampler -------------------------------------------------------------------------------------------------------
@@ -309,7 +311,9 @@ def _changes(config: RLConfig, shape: ModelShape, ranks: int, found: Room) -> It
     least, most = config.limits.max_episode_tokens, config.batch.tokens_per_micro_batch
     sizes = [most, *(size for size in (most // 2, most // 4) if size > least), least]
     team_now = config.trainer.sequence_parallel
-    teams = [u for u in (1, 2, 4, 8) if ranks % u == 0 and u >= team_now and shape.shares_heads(u)]
+    parts = config.trainer.tensor_parallel
+    shares_heads = shape.part(parts).shares_heads
+    teams = [u for u in (1, 2, 4, 8) if ranks % (u * parts) == 0 and u >= team_now and shares_heads(u)]
     checkpointing = [False, True] if not config.model.gradient_checkpointing else [True]
     offloading = [False, True] if ranks > 1 and not config.trainer.offload else [config.trainer.offload]
     cache = found.estimate.named("rollout").parts.get("keys and values", 0)

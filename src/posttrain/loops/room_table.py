@@ -38,6 +38,7 @@ def room_table(room: Room) -> RenderableType:
 def described(layout: Layout) -> str:
     """A layout in words."""
     words = [f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}", f"{8 * layout.dtype_bytes}-bit"]
+    words += [f"layers over {layout.tensor_parallel}"] if layout.tensor_parallel > 1 else []
     words += [f"sequence over {layout.sequence_parallel}"] if layout.sequence_parallel > 1 else []
     words += ["activations computed again"] if layout.gradient_checkpointing else []
     words += ["offloaded"] if layout.offload and layout.sharded else []

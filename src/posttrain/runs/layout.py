@@ -13,7 +13,8 @@ class Layout:
     device: Literal["cuda", "cpu"] = "cuda"
     dtype_bytes: int = 2  # of a number that the models compute with
     ranks: int = 1
-    sequence_parallel: int = 1  # ranks that share a micro-batch
+    tensor_parallel: int = 1  # ranks that hold a part of every layer each
+    sequence_parallel: int = 1  # ranks that share the rows of a micro-batch
     offload: bool = False  # shards, gradients and moments in host memory
     reshard_after_forward: bool = True
     gradient_checkpointing: bool = False
@@ -24,6 +25,11 @@ class Layout:
     @property
     def sharded(self) -> bool:
         return self.ranks > 1
+
+    @property
+    def teams(self) -> int:
+        """Of ranks that work on the same micro-batch."""
+        return max(1, self.ranks // (self.tensor_parallel * self.sequence_parallel))
 
     @property
     def wide(self) -> bool:

@@ -175,14 +175,17 @@ def _rollout(plant: Plant) -> dict[str, int]:
 
 def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, dict[str, int]]]:
     """The backward pass in the log-probs, in the last layer, with all activations still there, and at its end."""
-    shape, layout, workers = plant.policy, plant.layout, _workers(plant)
+    layout, workers = plant.layout, _workers(plant)
+    shape = plant.policy.part(layout.tensor_parallel)
     kept, working = activations.of_head(shape, layout, batch)
     insides = activations.of_layers(shape, layout, batch) + activations.of_last_norm(shape, layout, batch)
     in_layer = insides + activations.computed_again(shape, layout, batch)
     head = shape.embedding * layout.dtype_bytes  # its gradient
     common = {"batch": plant.batch_tokens * BATCH_BYTES} | _gathered(shape, layout)
-    sums = 0 if first else _sums(plant, shape.parameters)
+    sums = 0 if first else _sums(plant, plant.policy.parameters)
     of_embedding = head * (2 if shape.tied and layout.sharded else 1)
+    if layout.tensor_parallel > 1:  # of the whole, before each rank takes its part
+        of_embedding += plant.policy.embedding * layout.dtype_bytes
     in_log_probs = common | {
         "gradients": sums, "activations": workers * (insides + kept), "logits, gradient of the head": workers * working,
     }  # fmt: skip
@@ -192,12 +195,12 @@ def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, 
         "gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
     }
     at_the_end = common | {
-        "gradients": (_sums(plant, shape.parameters) if layout.sharded else sums)
+        "gradients": (_sums(plant, plant.policy.parameters) if layout.sharded else sums)
         + _of_micro_batch(plant, shape.parameters),
         "activations": workers * activations.of_layer(shape, layout, batch),
         "gradient of the embedding": workers * of_embedding + _reducing_outside(shape, layout),
     }
-    summed = _sums(plant, shape.parameters) * (0 if first and layout.wide and workers == 1 else 1)
+    summed = _sums(plant, plant.policy.parameters) * (0 if first and layout.wide and workers == 1 else 1)
     return [
         ("backward: log-probs", in_log_probs),
         ("backward: last layer", in_last_layer),
@@ -211,12 +214,13 @@ def _workers(plant: Plant) -> int:
 
 
 def _critic_update(plant: Plant, batch: MicroBatch) -> dict[str, int]:
-    shape, layout = plant.critic_shape, plant.layout
+    layout = plant.layout
+    shape = plant.critic_shape.part(layout.tensor_parallel)
     insides = activations.of_layers(shape, layout, batch) + activations.of_last_norm(shape, layout, batch)
     insides += activations.computed_again(shape, layout, batch)
     workers = _workers(plant)
     return _gathered(shape, layout) | {
-        "gradients": _sums(plant, shape.decoder_parameters) if len(plant.micro_batches) > 1 else 0,
+        "gradients": _sums(plant, plant.critic_shape.decoder_parameters) if len(plant.micro_batches) > 1 else 0,
         "activations": workers * insides,
         "gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
     }
@@ -261,7 +265,8 @@ def _reducing_outside(shape: ModelShape, layout: Layout) -> int:
 def _outside(plant: Plant) -> dict[str, int]:
     if plant.layout.device == "cpu":
         return {}
-    groups = (plant.layout.ranks > 1) + (plant.layout.sequence_parallel > 1)
+    layout = plant.layout
+    groups = sum(size > 1 for size in (layout.ranks, layout.tensor_parallel, layout.sequence_parallel))
     return {"CUDA context": CONTEXT} | ({"NCCL": groups * COMMUNICATOR} if groups else {})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,18 @@ class ModelShape:
             return self.layers * self.layer_parameters
         attention = 2 * self.hidden * (self.query_width + self.key_width)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    def part(self, ranks: int) -> ModelShape:
+        """What each of `ranks` holds and computes of every layer, and of the vocabulary; see `trainer/tensor.py`."""
+        return replace(
+            self,
+            intermediate=self.intermediate // ranks,
+            heads=self.heads // ranks,
+            key_heads=self.key_heads // ranks,
+            vocabulary=self.vocabulary // (1 if self.vocabulary % ranks else ranks),
+            parameters=self.parameters // ranks,
+            layer_parameters=self.layer_parameters // ranks,
+        )
 
     def shares_heads(self, ranks: int) -> bool:
         """Whether so many ranks can divide the heads among them; see `trainer/sequence.py`."""
