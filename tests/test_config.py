@@ -103,6 +103,27 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
         (["sampling.top_k=20"], "sampling.top_k: 20 would train on other probabilities"),
         (["sampling.temperature=0"], "sampling.temperature: Input should be greater than or equal to 0.0001"),
         (["trainer.tensor_parallel=2", "model.compile=true"], "model.compile: layers that trainer.tensor_parallel = 2"),
+        (["trainer.deepspeed.stage=2"], "trainer.deepspeed: trainer.backend is fsdp2, which has no use for it"),
+        (
+            ["trainer.backend=deepspeed", "checkpoint.sharded=true"],
+            "checkpoint.sharded: DeepSpeed's parts are gathered",
+        ),
+        (
+            ["trainer.backend=deepspeed", "trainer.reshard_after_forward=false"],
+            "trainer.reshard_after_forward: with DeepSpeed that is trainer.deepspeed.stage: 2",
+        ),
+        (
+            ["trainer.backend=deepspeed", "trainer.sequence_parallel=2"],
+            "trainer.sequence_parallel: teams of ranks share models that FSDP2 divides",
+        ),
+        (
+            ["trainer.backend=deepspeed", "trainer.deepspeed.stage=2", "trainer.offload=true"],
+            "trainer.offload: DeepSpeed's stage 2 takes no step after one that was skipped",
+        ),
+        (
+            ["trainer.backend=deepspeed", "model.compile=true"],
+            "model.compile: layers that ZeRO-3 gathers part by part are not compiled",
+        ),
         (
             ["trainer.sequence_parallel_kind=ring"],
             "trainer.sequence_parallel_kind: ring is a way to share micro-batches",

@@ -494,6 +494,9 @@ def _check_trainer(config: RLConfig) -> None:
                 "trainer.deepspeed", "trainer.backend is fsdp2, which has no use for it; set deepspeed there"
             )
         return
+    for key in ("tensor_parallel", "sequence_parallel"):
+        if getattr(trainer, key) > 1:
+            raise key_error(f"trainer.{key}", f"teams of ranks share models that FSDP2 divides; {other}")
     if config.checkpoint.sharded:
         raise key_error("checkpoint.sharded", f"DeepSpeed's parts are gathered to be written; {other}")
     if not trainer.reshard_after_forward:
