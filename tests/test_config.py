@@ -104,6 +104,7 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
         (["sampling.temperature=0"], "sampling.temperature: Input should be greater than or equal to 0.0001"),
         (["trainer.tensor_parallel=2", "model.compile=true"], "model.compile: layers that trainer.tensor_parallel = 2"),
         (["trainer.deepspeed.stage=2"], "trainer.deepspeed: trainer.backend is fsdp2, which has no use for it"),
+        (["trainer.backend=deepspeed", "cluster.samplers=1"], "cluster.samplers: what DeepSpeed divides is not sent"),
         (
             ["trainer.backend=deepspeed", "checkpoint.sharded=true"],
             "checkpoint.sharded: DeepSpeed's parts are gathered",

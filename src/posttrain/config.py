@@ -497,6 +497,8 @@ def _check_trainer(config: RLConfig) -> None:
     for key in ("tensor_parallel", "sequence_parallel"):
         if getattr(trainer, key) > 1:
             raise key_error(f"trainer.{key}", f"teams of ranks share models that FSDP2 divides; {other}")
+    if config.cluster.samplers:
+        raise key_error("cluster.samplers", f"what DeepSpeed divides is not sent to samplers apart; {other}")
     if config.checkpoint.sharded:
         raise key_error("checkpoint.sharded", f"DeepSpeed's parts are gathered to be written; {other}")
     if not trainer.reshard_after_forward:

@@ -98,7 +98,7 @@ def room_of(config: RLConfig, *, gpu_gib: float | None = None) -> Room:
     """For `posttrain plan`. gpu_gib: of a GPU, instead of the config's and the one here; with either, the plan is for
     GPUs wherever it is made.
 
-    Raises ModelError where there is no config.json, and UnknownSizes for architectures and engines that it does not know.
+    Raises ModelError where there is no config.json, and UnknownSizes for what it does not know: architectures, engines.
     """
     shapes, given = _shapes(config), gpu_gib if gpu_gib is not None else config.cluster.gpu_memory_gib
     device = "cuda" if given is not None or config.model.device == "cuda" else pick_device(config.model.device).type
