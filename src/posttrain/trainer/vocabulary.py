@@ -41,7 +41,7 @@ def split_vocabulary(module: Any, mesh: DeviceMesh) -> None:
         return
     tied = head is not None and head.weight is embedding.weight
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
-    if tied:
+    if head is not None and tied:
         head.weight = embedding.weight
     elif head is not None:
         part = distribute_tensor(head.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
