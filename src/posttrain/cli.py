@@ -129,13 +129,15 @@ def launch(
     folder = found.run.directory
     settings = [s for s in overrides or () if not s.startswith("run.dir=")]
     asked = {"nodes": nodes, "gpus": gpus, "ranks": ranks, "cpus": cpus, "hours": hours, "partition": partition}
+    asked["samplers"] = found.cluster.samplers
     try:
         job = Job(
             config=config, run_dir=folder, name=found.run.name, settings=(*settings, f"run.dir={folder}"), **asked
         )
+        script = slurm_script(job) if on == "slurm" else ray_command(job, address)
     except ValueError as error:
         _fail(error)
-    typer.echo(slurm_script(job) if on == "slurm" else ray_command(job, address), nl=False)
+    typer.echo(script, nl=False)
 
 
 @app.command("eval")

@@ -66,6 +66,15 @@ def test_a_ray_job_is_a_command(tmp_path: Path):
     ]
 
 
+def test_samplers_apart_take_their_gpus_from_the_ranks(tmp_path: Path):
+    job = Job(config=Path("c.yaml"), run_dir=Path("r"), name="n", nodes=2, gpus=4, samplers=3)
+    assert "trainer.ranks=5 " in ray_command(job, "http://head:8265")
+    with pytest.raises(ValueError, match=r"cluster\.samplers is 3, and torchrun starts none"):
+        slurm_script(job)
+    with pytest.raises(ValueError, match="leaves no GPU to a rank"):
+        Job(config=Path("c.yaml"), run_dir=Path("r"), name="n", nodes=1, gpus=4, samplers=4)
+
+
 @pytest.mark.parametrize("asked", [{"nodes": 0}, {"gpus": -1}, {"ranks": 0}, {"hours": 0}])
 def test_jobs_that_cannot_be(asked: dict[str, int]):
     with pytest.raises(ValueError, match="a job needs nodes >= 1"):

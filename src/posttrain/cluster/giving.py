@@ -134,8 +134,8 @@ class PoolPublisher:
 
     def _give_all(self) -> float:
         """To everybody who lacks the policy's version; returns the largest gap of a probe."""
-        gap = 0.0
-        for _ in range(ATTEMPTS):
+        gap, failures = 0.0, 0
+        while failures < ATTEMPTS:
             self.pool.wait_for(lambda: bool(self.pool.members(State.READY, State.SERVING)))
             there = self.pool.members(State.READY, State.SERVING)
             lacking = [member for member in there if member.version != self.policy.version]
@@ -145,6 +145,7 @@ class PoolPublisher:
                 gap = max(gap, self._deliver(lacking))
             except NotDelivered as failure:
                 self._group = None
+                failures += 1
                 log.warning("version %d of the weights: %s", self.policy.version, failure)
         raise WeightError(
             f"version {self.policy.version} of the weights did not reach all samplers in {ATTEMPTS} attempts; what "

@@ -102,9 +102,10 @@ class Pool:
 
     def begin(self, message: Message) -> None:
         """What every member is told first."""
-        with self.changed:
+        with self.changed:  # whoever calls later is told by `admit`
             self._begin = message
-        for member in self.members(State.CALLED):
+            there = self.members(State.CALLED)
+        for member in there:
             self.tell(member, message)
 
     def admit(self, line: Line) -> None:

@@ -11,7 +11,7 @@ RENDEZVOUS_PORT = 29_500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run and the machines it asks for. gpus = 0: ranks on CPUs, `ranks` of them a node."""
+    """A run and the machines it asks for. gpus = 0: ranks on CPUs, `ranks` of them a node. samplers: of the config."""
 
     config: Path
     run_dir: Path
@@ -23,19 +23,32 @@ class Job:
     cpus: int | None = None  # a node
     hours: float = 24.0
     partition: str | None = None
+    samplers: int = 0
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus < 0 or self.hours <= 0 or (self.ranks is not None and self.ranks < 1):
             asked = f"nodes={self.nodes}, gpus={self.gpus}, ranks={self.ranks}, hours={self.hours}"
             raise ValueError(f"a job needs nodes >= 1, gpus >= 0, ranks >= 1 and hours > 0; got {asked}")
+        if self.all_ranks < 1:
+            raise ValueError(f"cluster.samplers is {self.samplers}, which leaves no GPU to a rank; ask for more nodes")
 
     @property
     def ranks_per_node(self) -> int:
         return max(1, self.gpus) if self.ranks is None else self.ranks
 
+    @property
+    def all_ranks(self) -> int:
+        """What the samplers leave, unless the ranks of a node are given."""
+        return self.nodes * self.ranks_per_node - (self.samplers if self.ranks is None and self.gpus else 0)
+
 
 def slurm_script(job: Job) -> str:
-    """For `sbatch`: one torchrun per node, which meet on the first. A job that is requeued goes on with its run."""
+    """For `sbatch`: one torchrun per node, which meet on the first. A job that is requeued goes on with its run.
+
+    Raises ValueError for samplers apart, which torchrun does not start.
+    """
+    if job.samplers:
+        raise ValueError(f"cluster.samplers is {job.samplers}, and torchrun starts none: use a Ray cluster (--on ray)")
     wanted = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -72,7 +85,7 @@ def slurm_script(job: Job) -> str:
 
 def ray_command(job: Job, address: str) -> str:
     """`ray job submit`: the run's driver goes to the cluster at `address`, which places the ranks."""
-    settings = (*job.settings, f"trainer.ranks={job.nodes * job.ranks_per_node}", "cluster.ray=auto")
+    settings = (*job.settings, f"trainer.ranks={job.all_ranks}", "cluster.ray=auto")
     entry = _words("python", "-m", "posttrain", "rl", job.config, *settings)
     return f"ray job submit --address {shlex.quote(address)} --working-dir . -- {entry}\n"
 

@@ -1,0 +1,115 @@
+"""Seats on a real Ray cluster of this machine: light stand-ins for ranks and samplers, real processes and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+]
+SECONDS = 300
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from posttrain.cluster.launch import die_with_launcher
+die_with_launcher()
+folder = Path(sys.argv[1])
+name = f"sampler{os.environ['POSTTRAIN_SAMPLER']}" if "POSTTRAIN_SAMPLER" in os.environ else f"rank{os.environ['RANK']}"
+number = len(list(folder.glob(f"{name}-*")))
+(folder / f"draft-{name}").write_text(f"{os.getpid()} {os.getppid()} {os.environ['POSTTRAIN_CALLS']}")
+(folder / f"draft-{name}").rename(folder / f"{name}-{number}")
+while not (folder / "over").exists():
+    time.sleep(0.05)
+"""
+DRIVER = """
+import sys
+from posttrain.cluster.beside import Samplers
+from posttrain.cluster.on_ray import launch_ray
+from posttrain.config import ClusterConfig
+folder = sys.argv[1]
+command = [sys.executable, f"{folder}/program.py", folder]
+cluster = ClusterConfig(ray="local", samplers=2, timeline=f"{folder}/timeline.json")
+sys.exit(launch_ray(command, 1, Samplers(count=2, restarts=3, command=command), cluster=cluster, gpus=False))
+"""
+
+
+def driver(folder: Path) -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(PROGRAM)
+    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder)], stderr=subprocess.PIPE, text=True)
+
+
+def until(found: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    ends = time.monotonic() + SECONDS
+    while not found():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def said(folder: Path, name: str) -> tuple[int, int, str]:
+    """(process id, that of its seat, where it is to call)"""
+    process, seat, calls = (folder / name).read_text().split()
+    return int(process), int(seat), calls
+
+
+def of_the_session(process: int) -> list[str]:
+    """Commands of the Ray session that this driver began."""
+    found = []
+    for other in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (other / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        if f"_{process}/" in command and "/session_" in command:
+            found.append(command)
+    return found
+
+
+def running(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_samplers_are_seated_again_and_a_killed_driver_leaves_nothing(tmp_path: Path):
+    """A sampler's process dies, then the seat of the other one; in the end the driver dies, too."""
+    process = driver(tmp_path)
+    until(lambda: all((tmp_path / f"{name}-0").exists() for name in ("rank0", "sampler0", "sampler1")), process)
+    assert len({said(tmp_path, f"{name}-0")[2] for name in ("rank0", "sampler0", "sampler1")}) == 1
+    os.kill(said(tmp_path, "sampler0-0")[0], signal.SIGKILL)
+    until((tmp_path / "sampler0-1").exists, process)
+    assert said(tmp_path, "sampler0-0")[1] == said(tmp_path, "sampler0-1")[1], "the same seat"
+    os.kill(said(tmp_path, "sampler1-0")[1], signal.SIGKILL)
+    until((tmp_path / "sampler1-1").exists, process)
+    assert said(tmp_path, "sampler1-0")[1] != said(tmp_path, "sampler1-1")[1]
+    assert of_the_session(process.pid)
+    process.kill()
+    _, errors = process.communicate(timeout=SECONDS)
+    for number in (0, 1):
+        assert f"sampler {number} was killed by SIGKILL; it is started again" in errors
+    names = ("rank0-0", "sampler0-0", "sampler0-1", "sampler1-0", "sampler1-1")
+    until(lambda: not any(running(said(tmp_path, name)[0]) for name in names))
+    until(lambda: not of_the_session(process.pid))
+
+
+def test_a_launch_that_ends_leaves_a_timeline_and_nothing_else(tmp_path: Path):
+    process = driver(tmp_path)
+    until((tmp_path / "sampler1-0").exists, process)
+    (tmp_path / "over").touch()
+    _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, errors
+    assert any(event["cat"].startswith("task") for event in json.loads((tmp_path / "timeline.json").read_text()))
+    until(lambda: not of_the_session(process.pid))
