@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
@@ -48,6 +48,10 @@ Replies = dict[Member, "Future[Message]"]
 
 class NotDelivered(RuntimeError):
     """The weights did not reach everybody; those who are left are given them again."""
+
+
+class GatherFailed(Exception):
+    """Another rank is gone: there are no whole weights any more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -225,7 +229,7 @@ class PoolPublisher:
         """Every tensor is gathered, whatever becomes of the group: the other ranks count on it."""
         described = [(name, spec.shape, spec.dtype) for name, spec in self.manifest.tensors.items()]
         self.order("gather")
-        tensors = gathered(self.policy)
+        tensors = _from_ranks(gathered(self.policy))
         try:
             send_in_order(described, tensors, group)
         except RuntimeError as error:
@@ -250,3 +254,11 @@ class PoolPublisher:
                     "(sampler.max_probe_gap)"
                 )
         return max(gaps)
+
+
+def _from_ranks(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """So that a failure of the ranks is not taken for one of the samplers."""
+    try:
+        yield from tensors
+    except RuntimeError as error:
+        raise GatherFailed(f"the weights could not be gathered from all ranks: {error}") from error

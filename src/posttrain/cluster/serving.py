@@ -116,6 +116,7 @@ class _Serving:
         self.answering = Answering(engine, line)
         self._group: Group | None = None
         self._giving: set[asyncio.Task[None]] = set()
+        self._probing = asyncio.Lock()  # a transfer that broke for others may be whole here, and be followed by another
 
     async def serve(self) -> bool:
         """False when rank 0 ends without saying so."""
@@ -144,10 +145,11 @@ class _Serving:
         said: dict[str, Any] = {"reply": order["reply"]}
         try:
             await asyncio.wrap_future(on_a_thread(lambda: self._load(order)))
-            if not len(self.answering):
-                self.engine.reset()
-            probe = order["probe"]
-            drawn = await self.engine.sample(probe["ids"], params_of(probe["params"]), seed=probe["seed"])
+            async with self._probing:
+                if not len(self.answering):
+                    self.engine.reset()
+                probe = order["probe"]
+                drawn = await self.engine.sample(probe["ids"], params_of(probe["params"]), seed=probe["seed"])
             said["sampled"] = asdict(drawn)
         except Exception as error:  # rank 0 decides
             said["error"] = f"{type(error).__name__}: {error}"
