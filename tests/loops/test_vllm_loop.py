@@ -85,7 +85,7 @@ def test_a_run_trains_with_a_server_and_outlives_its_restart(
     run: rl.Run, served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same weights as with the engine in this process: none of the server's first ones have sampled a token."""
-    server = {"engine": "vllm_server", "url": served.url, "options": {"patience_seconds": 240}}
+    server = {"engine": "vllm_server", "url": served.url, "options": {"patience_seconds": 600}}
     over_http = rl.start(toy_config(tmp_path, sampler=server))
 
     def restart(step: int, row: object) -> None:

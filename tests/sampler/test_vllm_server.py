@@ -45,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def trained(served: Served) -> Iterator[ModelCase]:
     model = policy("llama", configs=WIDE_CONFIGS)
-    sampler = VllmServerSampler(model, served.url, tokenizer(), patience_seconds=200)
+    sampler = VllmServerSampler(model, served.url, tokenizer(), patience_seconds=600)
     publisher = Publisher(model, sampler)
     sampler.renew = publisher.publish
 

@@ -17,7 +17,7 @@ import torch
 from posttrain.sampler.vllm_engine import RECEIVER
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-READY_SECONDS = 240
+READY_SECONDS = 600
 
 
 @dataclass
