@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,11 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "zero3": {"backend": "deepspeed", "deepspeed": {"stage": 3, "persistent_below": 40}},
     "zero3_offload": {"backend": "deepspeed", "offload": True},
 }
-BACKENDS = [pytest.param(name, marks=() if name == "fsdp2" else DEEPSPEED) for name in TRAINERS]
 CASES = {"tied": "qwen3", "half_frozen": "llama", "bfloat16": "qwen3"}
+WHICH = {name: ["bfloat16"] if name == "zero3_offload" else list(CASES) for name in TRAINERS}
+BACKENDS = [
+    pytest.param(name, case, marks=() if name == "fsdp2" else DEEPSPEED) for name in TRAINERS for case in WHICH[name]
+]
 CLOSE = {"tied": 2e-6, "half_frozen": 2e-6, "bfloat16": 1e-2}  # of bfloat16 weights: a spacing or two
 RATES = OptimizerConfig(
     lr=0.02,
@@ -47,7 +49,7 @@ RATES = OptimizerConfig(
     max_grad_norm=0.5,
     min_lr_ratio=0.5,
 )
-STEPS, POISONED, RESUMED = 6, 2, 4
+STEPS, POISONED, RESUMED = 5, 1, 3
 
 
 def policy_of(case: str) -> Policy:
@@ -135,10 +137,11 @@ def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().contiguous() for name, parameter in module.named_parameters()}
 
 
-def drills(trainer: TrainerConfig, alone: Path, folder: Path) -> None:
+def drills(backend: str, alone: Path, folder: Path) -> None:
     """On each of two ranks."""
     ranks = join_ranks(pick_device("cpu"))
-    for case in CASES:
+    trainer = TrainerConfig.model_validate(TRAINERS[backend])
+    for case in WHICH[backend]:
         drill(case, trainer, ranks, folder / case)
         go_on(case, trainer, ranks, alone / case, folder / f"{case} from one")
     leave_ranks()
@@ -147,15 +150,12 @@ def drills(trainer: TrainerConfig, alone: Path, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("backends")
-    trainers = {name: TrainerConfig.model_validate(options) for name, options in TRAINERS.items()}
-    if importlib.util.find_spec("deepspeed") is None:
-        trainers = {"fsdp2": trainers["fsdp2"]}
+    here = TRAINERS if importlib.util.find_spec("deepspeed") is not None else ["fsdp2"]
     for case in CASES:
         drill(case, TrainerConfig(), ALONE, base / "one" / case)
-    with ThreadPoolExecutor(1) as pool:
-        list(pool.map(lambda n: on_ranks(2, base / f"log {n}", drills, trainers[n], base / "one", base / n), trainers))
-    for name in trainers:
-        for case in CASES:
+    for name in here:
+        on_ranks(2, base / f"log {name}", drills, name, base / "one", base / name)
+        for case in WHICH[name]:
             go_on(case, TrainerConfig(), ALONE, base / name / case, base / "one" / f"{case} from {name}")
     return base
 
@@ -171,8 +171,7 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
     return json.loads((folder / "rows.json").read_text())
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "case"), BACKENDS)
 def test_two_ranks_take_the_steps_of_one_process(done: Path, backend: str, case: str) -> None:
     """Clipped, with a skipped update, decay, moments of its own; sums over micro-batches and ranks, no mean."""
     one, two = rows_of(done / "one" / case), rows_of(done / backend / case)
@@ -188,15 +187,13 @@ def test_two_ranks_take_the_steps_of_one_process(done: Path, backend: str, case:
     assert one[-1]["loss"] != pytest.approx(one[0]["loss"], abs=1e-2)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "case"), BACKENDS)
 def test_moments_and_masters_are_written_alike(done: Path, backend: str, case: str) -> None:
     for file in ("half.safetensors", "end.safetensors"):
         assert gap(done / "one" / case / file, done / backend / case / file) < 10 * CLOSE[case]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "case"), BACKENDS)
 def test_each_goes_on_from_what_the_other_has_written(done: Path, backend: str, case: str) -> None:
     """From one process to two ranks of the backend, and back."""
     end = done / "one" / case / "weights.safetensors"
