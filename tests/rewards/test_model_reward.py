@@ -123,9 +123,31 @@ def test_squash_and_classes(path, tmp_path):
         judged(classes, ["Doli"], label=3)
 
 
-def test_no_model_is_found_before_anything_starts(tmp_path):
-    with pytest.raises(RewardError, match="no reward model at"):
-        load_reward(RewardConfig(name="model", options={"path": str(tmp_path / "none")}))
+def refused(path: object) -> str:
+    with pytest.raises(RewardError) as caught:
+        load_reward(RewardConfig(name="model", options={"path": str(path)}))
+    return str(caught.value)
+
+
+def test_no_model_is_found_before_anything_starts(path, tmp_path, monkeypatch):
+    """What was looked for, where, and what to do."""
+    (tmp_path / "judge-7b").mkdir()
+    said = refused(tmp_path / "judge7b")
+    assert f"options.path of the reward model is {tmp_path}/judge7b: there is no such folder (looked from" in said
+    assert "Did you mean 'judge-7b'?" in said
+    assert said.endswith("give a folder that save_pretrained wrote (config.json, *.safetensors, tokenizer.json), "
+                         "or a hub id")  # fmt: skip
+    assert "has no config.json (it holds nothing)" in refused(tmp_path / "judge-7b")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = refused("nobody/has-this-model")
+    assert "no folder of that name under" in said
+    assert "not on the hub" in said
+
+
+def test_a_model_that_writes_is_no_reward_model():
+    """Its scores would come from a head that nobody has trained."""
+    assert "it is a Qwen3ForCausalLM" in refused(model_path("tiny_search_base"))
 
 
 def test_a_score_that_is_not_finite_is_invalid(path):

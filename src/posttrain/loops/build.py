@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
+from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from posttrain.chat import ChatError, Renderer
@@ -181,12 +182,16 @@ def tools_of(name: str, config: RLConfig, renderer: Renderer) -> Any:
 
 
 def check_playable(task: Task, name: str, envs: Callable[[str], Any]) -> None:
-    """Raises FieldError for a row that its env says it cannot play, by its method `check_task`."""
-    check = getattr(envs(name), "check_task", None)
-    if check is None:
-        return
+    """Raises FieldError for a row that names an env that is not there, or that its env cannot play (`check_task`)."""
     try:
-        check(task)
+        env = envs(name)
+    except ValidationError as error:
+        seen = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise FieldError("", "unknown env", seen, "correct the row, or describe the env under `envs`") from error
+    check = getattr(env, "check_task", None)
+    try:
+        if check is not None:
+            check(task)
     except ValueError as error:
         raise FieldError("", "not for its env", f"the env {name} cannot play it: {error}", "correct the row") from error
 

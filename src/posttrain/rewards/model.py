@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +14,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.deadline import in_thread
+from posttrain.location import did_you_mean
 from posttrain.rewards.answers import outside_thoughts
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.model_options import ModelRewardConfig
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trajectory import Episode, Source
+
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_SHOWN = 5  # names that an error lists
 
 
 class ModelReward:
@@ -30,11 +36,7 @@ class ModelReward:
         self.config = config
         self._lock = threading.Lock()
         self._loaded: tuple[Any, Any] | None = None
-        try:
-            labels: int = AutoConfig.from_pretrained(config.path).num_labels or 1
-        except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise RewardError(f"no reward model at {config.path}: {first}") from error
+        labels: int = _config_at(config.path).num_labels or 1
         if labels > 1 and config.label is None:
             raise RewardError(f"{config.path} has {labels} classes: whose probability is the reward? (options.label)")
         if config.label is not None and config.label >= max(labels, 2):
@@ -99,6 +101,33 @@ class ModelReward:
         if self.config.label is not None and logits.shape[1] > 1:
             return logits.softmax(-1)[:, self.config.label]
         return logits[:, 0].sigmoid() if self.config.squash else logits[:, 0]
+
+
+def _config_at(path: str) -> Any:
+    """The config of a sequence classifier. Raises RewardError that says what was looked for, where, and what to do."""
+    folder = Path(path).expanduser()
+    here = f"options.path of the reward model is {path}"
+    fix = "give a folder that save_pretrained wrote (config.json, *.safetensors, tokenizer.json), or a hub id"
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:_SHOWN]) or "nothing"
+        raise RewardError(f"{here}: that folder has no config.json (it holds {inside}); {fix}")
+    if not folder.exists() and ((folder.parent != Path() and folder.parent.is_dir()) or not _HUB_ID.match(path)):
+        beside = sorted(entry.name for entry in folder.parent.iterdir()) if folder.parent.is_dir() else []
+        near = did_you_mean(folder.name, beside)
+        raise RewardError(f"{here}: there is no such folder (looked from {Path.cwd()}).{near} Else {fix}")
+    try:
+        found = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        looked = "" if folder.exists() else f"no folder of that name under {Path.cwd()}, and not on the hub: "
+        raise RewardError(f"{here}: {looked}{first.split(chr(39) + '[Errno')[0]}; {fix}") from error
+    kinds = found.architectures or []
+    if kinds and not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise RewardError(
+            f"{here}: it is a {kinds[0]}, and its scores would come from an untrained head; {fix}, of a "
+            "...ForSequenceClassification"
+        )
+    return found
 
 
 def messages_of(episode: Episode, task: Task, reads: str) -> list[dict[str, str]]:
