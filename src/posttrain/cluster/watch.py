@@ -26,7 +26,7 @@ class Watch:
     def __init__(self, settings: ClusterConfig, ranks: Sequence[Line], pool: Pool | None) -> None:
         self._settings, self._ranks, self._pool = settings, ranks, pool
         self.waiting: Callable[[], Waiting] = dict  # requests of the rollout
-        self.ordered: tuple[str, float] = ("start", time.monotonic())  # what rank 0 has last told the other ranks to do, and when
+        self.ordered: tuple[str, float] = ("start", time.monotonic())  # what rank 0 last told the others to do
         self._said = 0.0
         self._named: set[int] = set()
         self._over = threading.Event()
