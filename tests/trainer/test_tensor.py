@@ -56,9 +56,8 @@ def steps_agree(names: tuple[str, ...], vocabulary: int, device: str = "cpu", te
             found = []
             for model, optimizer, share in zip((alone, apart), optimizers, (1, tensor / ranks.size), strict=True):
                 out = outputs(model, batch)
-                (
-                    share * sum(values * factor for values, factor in zip(out, (0.1, -0.03), strict=False))
-                ).sum().backward()
+                losses = [factor * values.sum() for values, factor in zip(out, (0.1, -0.03), strict=False)]
+                (share * torch.stack(losses).sum()).backward()
                 report = optimizer.step()
                 assert report.grad_norm > 0.5, "it is clipped"
                 found.append((*(values.detach() for values in out), torch.tensor(report.grad_norm)))
