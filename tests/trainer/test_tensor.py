@@ -18,6 +18,7 @@ from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import TrainerConfig, join_ranks, leave_ranks
 from posttrain.trainer.sharding import like, whole
 from posttrain.trainer.tensor import check_layers
+from posttrain.weights.gather import gathered, manifest_of
 
 from .batches import ragged_batch
 from .models import tiny_config, tiny_policy
@@ -78,6 +79,11 @@ def assert_equal_weights(name: str, alone: Policy | Critic, apart: Policy | Crit
     for (key, one), (_, other) in zip(alone.parameters(), apart.parameters(), strict=True):
         assert (whole(other.detach()) - one.detach()).abs().max() < 1e-5, f"{name}: {key}"
         assert torch.equal(whole(like(one.detach(), other).detach()), one.detach()), f"{name}: {key}"
+    if isinstance(alone, Policy) and isinstance(apart, Policy):  # as a sampler elsewhere gets it
+        sent = dict(gathered(apart))
+        assert sent.keys() == manifest_of(alone).tensors.keys() == manifest_of(apart).tensors.keys()
+        for key, value in gathered(alone):
+            assert (sent[key] - value).abs().max() < 1e-5, f"{name}: {key}"
 
 
 @pytest.mark.parametrize(
