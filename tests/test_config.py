@@ -114,8 +114,8 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
             "trainer.reshard_after_forward: with DeepSpeed that is trainer.deepspeed.stage: 2",
         ),
         (
-            ["trainer.backend=deepspeed", "trainer.sequence_parallel=2"],
-            "trainer.sequence_parallel: teams of ranks share models that FSDP2 divides",
+            ["trainer.backend=deepspeed", "trainer.tensor_parallel=2"],
+            "trainer.tensor_parallel: DeepSpeed divides no layers",
         ),
         (
             ["trainer.backend=deepspeed", "trainer.deepspeed.stage=2", "trainer.offload=true"],

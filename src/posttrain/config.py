@@ -494,9 +494,8 @@ def _check_trainer(config: RLConfig) -> None:
                 "trainer.deepspeed", "trainer.backend is fsdp2, which has no use for it; set deepspeed there"
             )
         return
-    for key in ("tensor_parallel", "sequence_parallel"):
-        if getattr(trainer, key) > 1:
-            raise key_error(f"trainer.{key}", f"teams of ranks share models that FSDP2 divides; {other}")
+    if trainer.tensor_parallel > 1:
+        raise key_error("trainer.tensor_parallel", f"DeepSpeed divides no layers; {other}")
     if config.cluster.samplers:
         raise key_error("cluster.samplers", f"what DeepSpeed divides is not sent to samplers apart; {other}")
     if config.checkpoint.sharded:

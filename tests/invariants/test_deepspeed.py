@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from cluster.fleet import on_ranks, train
-from invariants.test_ranks import EXACT, SETTINGS, STEPS, config_in, largest_gap, rows, step_once, tensors
 from loops.toy import toy_config
 from posttrain.config import config_yaml
 from posttrain.loops.collect import usable
 from posttrain.loops.credit import Lesson
 from posttrain.loops.learner import Models
 from posttrain.runs.trajectories import read_trajectories
+
+from .steps import EXACT, SETTINGS, STEPS, config_in, largest_gap, rows, step_once, tensors
 
 pytest.importorskip("deepspeed")
 
@@ -82,11 +83,14 @@ def test_a_checkpoint_does_not_bind_a_run_to_its_backend(runs: Path, name: str) 
     assert largest_gap(end_of(runs, "one"), end_of(runs, name)) < 1e-6
 
 
-@pytest.mark.parametrize(("backend", "dtype", "close"), [("zero2", "float32", 1e-6), ("zero3", "bfloat16", 2e-3)])
-def test_ranks_without_work_keep_the_others_company(
-    runs: Path, tmp_path: Path, backend: str, dtype: str, close: float
+@pytest.mark.parametrize(
+    ("backend", "dtype", "close", "ranks", "together"),
+    [("zero2", "float32", 1e-6, 3, 1), ("zero3", "bfloat16", 2e-3, 3, 1), ("zero3", "float32", 1e-6, 2, 2)],
+)
+def test_ranks_without_work_and_ranks_that_share_it(
+    runs: Path, tmp_path: Path, backend: str, dtype: str, close: float, ranks: int, together: int
 ) -> None:
-    """Two segments on three ranks; the values of a critic are float32 whatever it is gathered in."""
+    """Two segments on three ranks, or on two of a team; values are float32 whatever their critic is gathered in."""
     kept = usable(read_trajectories(runs / "one" / "run" / "trajectories" / "step-000001.parquet"))[:2]
     for trajectory in kept:
         trajectory.streams.clear()
@@ -94,12 +98,16 @@ def test_ranks_without_work_keep_the_others_company(
     model = {"path": "tiny_search_base", "dtype": dtype}
     configs = {
         1: config_in(tmp_path / "one", model=model),
-        3: config_in(tmp_path / "many", model=model | {"gradient_checkpointing": True}, trainer=ZERO[backend]),
+        ranks: config_in(
+            tmp_path / "many",
+            model=model | {"gradient_checkpointing": True},
+            trainer=ZERO[backend] | {"sequence_parallel": together},
+        ),
     }
     for count, config in configs.items():
         place = (lesson.batch, lesson.truncated, tmp_path / f"{count}")
         on_ranks(count, tmp_path / f"log {count}", step_once, Models(config, STEPS, version=4), *place)
-    mine, yours = tensors(tmp_path / "1" / "after"), tensors(tmp_path / "3" / "after")
+    mine, yours = tensors(tmp_path / "1" / "after"), tensors(tmp_path / f"{ranks}" / "after")
     assert all("value_head" in name and "/master" in name for name in yours.keys() - mine.keys())
     assert max(float((mine[name].double() - yours[name].double()).abs().max()) for name in mine) < close
     begun = tensors(tmp_path / "1" / "before")

@@ -17,11 +17,12 @@ from torch import nn
 
 from cluster.fleet import on_ranks
 from posttrain.packing import Batch, select
-from posttrain.trainer.loading import pick_device
+from posttrain.trainer.loading import ModelError, pick_device
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig, join_ranks, leave_ranks
 from posttrain.trainer.sharding import copy_weights
+from posttrain.trainer.zero import ZeroOptimizer
 
 from .batches import ragged_batch
 from .models import tiny_config
@@ -66,8 +67,6 @@ def divided(policy: Policy, trainer: TrainerConfig, ranks: Ranks) -> Stepper:
     if ranks.size > 1:
         policy.shard(ranks, trainer)
     if ranks.size > 1 and trainer.zero is not None:
-        from posttrain.trainer.zero import ZeroOptimizer
-
         return ZeroOptimizer(policy, RATES, STEPS, trainer, ranks)
     half = policy.dtype is torch.bfloat16
     mastered = {name for name, _ in policy.parameters()} if half and ranks.size > 1 else set[str]()
@@ -200,3 +199,10 @@ def test_each_goes_on_from_what_the_other_has_written(done: Path, backend: str, 
     for there in (done / backend / f"{case} from one", done / "one" / f"{case} from {backend}"):
         assert gap(end, there / "weights.safetensors") < 2 * CLOSE[case], there
         assert [row["lr"] for row in rows_of(there)] == [row["lr"] for row in rows_of(done / "one" / case)[RESUMED:]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
+def test_without_deepspeed_the_error_says_how_to_get_it() -> None:
+    trainer = TrainerConfig.model_validate(TRAINERS["zero3"])
+    with pytest.raises(ModelError, match=r"pip install 'posttrain\[deepspeed\]', or set fsdp2"):
+        ZeroOptimizer(policy_of("tied"), RATES, STEPS, trainer, ALONE)
