@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from loops.toy import metric_rows, toy_config, trained, weights
+from posttrain.config import config_yaml
 from posttrain.loops import rl
 from posttrain.runs.trajectories import read_trajectories
 from posttrain.trainer.loading import model_path
@@ -106,3 +110,19 @@ def test_a_run_trains_with_a_server_and_outlives_its_restart(
     assert {v for t in second for v in t.policy_versions} == {-1, 1}
     before, after = weights(run), weights(over_http)
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
+
+
+def test_vllm_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """One rank and one sampler beside it, which gets the weights by broadcast."""
+    file = tmp_path / "config.yaml"
+    file.write_text(config_yaml(toy_config(tmp_path, sampler=SAMPLER, cluster={"samplers": 1})))
+    command = [sys.executable, "-m", "posttrain", "rl", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/policy_version"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 0 < row["weights/probe_gap"] < 1e-4
+        assert row["weights/bytes"] > 1e6
+        assert row["gap/max"] < 1e-3
+        assert row["gap/staleness"] == 0
