@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cli_runs import Command, command_in, write_config
-from posttrain.config import RLConfig, parse_config
+from posttrain.config import ConfigError, RLConfig, parse_config
 from posttrain.loops.room import DoesNotFit, check_room, largest_micro_batch, layout_of, room_of
 from posttrain.runs.memory import GIB
 from posttrain.trainer.ranks import ALONE
@@ -68,6 +68,8 @@ def test_a_plan_for_gpus_is_made_where_there_are_none(half_b: Path):
     assert room.fits
     assert 20 * GIB < room.estimate.bytes < 40 * GIB
     assert room.layout.device == "cuda"
+    with pytest.raises(ConfigError, match=r"model\.device is cpu, and GPUs are said to have 80 GiB"):
+        room_of(config(half_b, model={"path": str(half_b), "device": "cpu"}), gpu_gib=80)
     unknown = room_of(config(half_b, model={"path": str(half_b), "device": "cuda"}))
     assert unknown.fits == (unknown.device_bytes is None or unknown.estimate.bytes <= unknown.device_bytes)
 

@@ -98,9 +98,13 @@ def room_of(config: RLConfig, *, gpu_gib: float | None = None) -> Room:
     """For `posttrain plan`. gpu_gib: of a GPU, instead of the config's and the one here; with either, the plan is for
     GPUs wherever it is made.
 
-    Raises ModelError where there is no config.json, and UnknownSizes for what it does not know: architectures, engines.
+    Raises ModelError where there is no config.json, UnknownSizes for what it does not know (architectures, engines),
+    and ConfigError for the size of GPUs in a run on CPUs.
     """
     shapes, given = _shapes(config), gpu_gib if gpu_gib is not None else config.cluster.gpu_memory_gib
+    if given is not None and config.model.device == "cpu":
+        fix = "leave --gpu-gib and cluster.gpu_memory_gib out, or set model.device to auto"
+        raise ConfigError([f"model.device is cpu, and GPUs are said to have {given:g} GiB: {fix}"])
     device = "cuda" if given is not None or config.model.device == "cuda" else pick_device(config.model.device).type
     ranks = config.trainer.ranks
     size = int(given * GIB) if given is not None else size_here(device, ranks)
