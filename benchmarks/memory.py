@@ -65,7 +65,8 @@ LLAMA_100M: dict[str, Any] = {  # 98 million parameters
 }
 TINY_LLAMA = LLAMA_100M | {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
 TINY_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-SHAPES = {"tiny": TINY, "tiny_llama": TINY_LLAMA, "100m": LLAMA_100M, "0.5b": HALF_B}
+TINY_GEMMA = TINY | {"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 64}
+SHAPES = {"tiny": TINY, "tiny_llama": TINY_LLAMA, "tiny_gemma": TINY_GEMMA, "100m": LLAMA_100M, "0.5b": HALF_B}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,7 @@ CPU_CASES = {
     "tiny_bfloat16": Case(model="tiny", dtype="bfloat16", **FEW),
     "tiny_llama": Case(model="tiny_llama", micro=4096, **SMALL),
     "tiny_llama_bfloat16_checkpointing": Case(model="tiny_llama", dtype="bfloat16", checkpointing=True, **FEW),
+    "tiny_gemma": Case(model="tiny_gemma", micro=4096, **SMALL),
     "tiny_ppo": Case(model="tiny", micro=512, critic=True, kl=True, **SMALL),
     "tiny_2": Case(model="tiny", micro=512, ranks=2, **SMALL),
     "tiny_2_kept": Case(model="tiny", micro=512, ranks=2, keep_layers=True, **SMALL),

@@ -36,7 +36,7 @@ def of_layer(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     rows = _rows(layout, batch)
     mlp = rows * shape.intermediate * layout.dtype_bytes * _mlp_copies(layout)
     gathered = rows * shape.experts_per_token * shape.hidden * layout.dtype_bytes  # tokens by expert
-    return 2 * rows * _norm(shape.hidden, layout) + _attention(shape, layout, batch) + mlp + gathered
+    return shape.norms * rows * _norm(shape.hidden, layout) + _attention(shape, layout, batch) + mlp + gathered
 
 
 def of_last_layer(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:

@@ -18,6 +18,7 @@ class ModelShape:
     vocabulary: int
     tied: bool  # the head is the embedding
     query_norms: bool  # queries and keys are normalised (Qwen3, Gemma-3)
+    norms: int = 2  # of the stream, in a layer (Gemma-3: 4)
     experts_per_token: int = 0  # 0: no experts
     parameters: int
     layer_parameters: int  # of the largest layer

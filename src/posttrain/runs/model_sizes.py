@@ -49,7 +49,7 @@ def shape_of(config: Any) -> ModelShape:
 def _shape(module: torch.nn.Module, config: Any, text: Any, layers: Sequence[torch.nn.Module]) -> ModelShape:
     heads = text.num_attention_heads
     active = int(getattr(text, "num_experts_per_tok", 0) or 0)
-    width = text.moe_intermediate_size * active if active else text.intermediate_size
+    width = getattr(text, "moe_intermediate_size", text.intermediate_size) * max(1, active)
     return ModelShape(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -60,6 +60,9 @@ def _shape(module: torch.nn.Module, config: Any, text: Any, layers: Sequence[tor
         vocabulary=text.vocab_size,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         query_norms=any(name.endswith("q_norm.weight") for name, _ in module.named_parameters()),
+        norms=sum(
+            p.shape == (text.hidden_size,) and name.endswith("norm.weight") for name, p in layers[0].named_parameters()
+        ),
         experts_per_token=active,
         parameters=_count(module),
         layer_parameters=max(_count(layer) for layer in layers),
