@@ -78,7 +78,7 @@ class Shown:
             "detail": outcome.detail if isinstance(outcome, Invalid) else "",
             "tokens": len(t),
             "policy_tokens": t.policy_token_count,
-            "turns": len(turns),
+            "turns": sum(turn.end > turn.start for turn in turns),
             "stop_reason": turns[-1].stop_reason.value if turns and turns[-1].stop_reason else None,
             "tokens_cut": sum(turn.tokens_cut for turn in t.turns),
             "advantage": _mean_advantage(t),
