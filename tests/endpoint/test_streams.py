@@ -217,7 +217,7 @@ def made(text: str, syntax: str, *, hears: bool, separate: bool, in_thought: boo
 def test_what_is_told_adds_up_to_the_whole_reading(syntax: str):
     rng = random.Random(syntax)
     call = SYNTAXES[syntax].render([("search", {"query": "a"})], TOOLS)
-    for _ in range(60):
+    for _ in range(30):
         text = "".join(rng.choice((*PARTS, call, call[: rng.randrange(len(call))])) for _ in range(rng.randint(1, 8)))
         options = {name: rng.random() < 0.5 for name in ("separate", "in_thought", "one_call")}
         whole, _ = made(text, syntax, hears=False, **options)

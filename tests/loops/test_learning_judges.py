@@ -20,7 +20,7 @@ from posttrain.rewards.scoring import states
 from posttrain.trainer.loading import model_path
 from rewards.verdict_server import UNWISHED, WISHED, verdict_server
 
-STEPS = 4
+STEPS = 3
 QUESTIONS = [f"Where was {name} born?" for name in ("Bapu Tila", "Vesi Luso", "Guma Koto", "Zepa Posi")]
 
 

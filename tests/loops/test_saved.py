@@ -83,6 +83,7 @@ def test_names_that_nothing_has_are_errors_with_what_there_is(run, tmp_path):
 def test_a_file_alone_is_shown_without_colours_unless_a_model_is_named(run, tmp_path):
     (found, *_) = find(run, Wanted()).shown
     found.trajectory.outcome = Invalid("timeout", "call_seconds passed")
+    found.trajectory.rewards = [0.0] * (len(found.trajectory) - 1) + [0.5]
     write_file(tmp_path / "one.parquet", 0, [found.trajectory], ["the text\x1b[31m"])
     plain = find(tmp_path / "one.parquet", Wanted(outcome="timeout"))
     assert "say --model MODEL" in plain.note
@@ -90,6 +91,7 @@ def test_a_file_alone_is_shown_without_colours_unless_a_model_is_named(run, tmp_
     shown = told(tmp_path / "one.parquet")
     assert "the text\u241b[31m" in shown
     assert "call_seconds passed" in shown
+    assert "invalid: timeout, its turns earned 0.5" in shown
     named = find(tmp_path / "one.parquet", Wanted(), model="tiny_search_base")
     assert [who for who, _ in named.shown[0].segments][-1] == "policy"
     with pytest.raises(ConfigError, match="--model nowhere/at/all"):

@@ -92,6 +92,9 @@ class Shown:
         worth = f"reward {said['reward']:g}" if said["reward"] is not None else f"{said['outcome']}: {said['reason']}"
         parts = "".join(f", {name} {value:g}" for name, value in said["components"].items() if value)
         advantage = "" if said["advantage"] is None else f", advantage {said['advantage']:+.3g}"
+        earned = sum(self.trajectory.rewards or ())
+        if said["reward"] is None and earned:
+            worth += f", its turns earned {earned:g}"
         where = f"step {self.step}  {self.trajectory.episode_id}  task {self.trajectory.task_id}"
         size = f"{said['turns']} turns, {said['policy_tokens']} of {said['tokens']} tokens by the policy"
         return f"{where}\n{worth}{parts}{advantage}; {size}, ended by {said['stop_reason']}"
