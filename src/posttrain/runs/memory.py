@@ -183,7 +183,7 @@ def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, 
     head = shape.embedding * layout.dtype_bytes  # its gradient
     common = {"batch": plant.batch_tokens * BATCH_BYTES} | _gathered(shape, layout)
     sums = 0 if first else _sums(plant, plant.policy.parameters)
-    of_embedding = head * (2 if shape.tied and layout.sharded else 1)
+    of_embedding = head * (2 if layout.sharded else int(shape.tied))  # beside the head's; untied it is a parameter's
     if layout.tensor_parallel > 1:  # of the whole, before each rank takes its part
         of_embedding += plant.policy.embedding * layout.dtype_bytes
     in_log_probs = common | {
