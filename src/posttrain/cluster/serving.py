@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -122,7 +123,12 @@ class _Serving:
         """False when rank 0 ends without saying so."""
         orders: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self.line.listen(lambda said: loop.call_soon_threadsafe(orders.put_nowait, said))
+
+        def hear(said: dict[str, Any] | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: rank 0 hangs up after it has said stop
+                loop.call_soon_threadsafe(orders.put_nowait, said)
+
+        self.line.listen(hear)
         while (order := await orders.get()) is not None:
             if self.answering.hear(order):
                 continue
