@@ -100,7 +100,7 @@ def test_empty_passages_are_dropped_and_counted_on_request(tmp_path: Path):
         ("c.json", b'{"a": 1}', r"expected a list of objects, got dict"),
         ("c.json", b"<html>", r"c.json: not JSON"),
         ("c.jsonl.gz", b"not gzip", r"damaged gzip file"),
-        ("c.jsonl.gz", gzip.compress(b'{"id": 1, "contents": "x"}\n')[:-9], r"damaged gzip file"),
+        ("c.jsonl.gz", gzip.compress(b'{"id": 1, "contents": "x"}\n', mtime=0)[:-9], r"damaged gzip file"),
         ("c.parquet", b"PAR1 no", r"not a readable parquet file"),
         ("c.csv", b"", r"cannot tell the format; expected .jsonl"),
         ("c.parquet.gz", b"", r"cannot tell the format"),

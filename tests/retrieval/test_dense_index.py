@@ -220,7 +220,7 @@ def test_a_changed_or_missing_file_is_named(index: Path, name: str):
     [
         (b"", "holds no passage"),
         (b'{"id": "a", "contents": "  "}\n', "is empty"),
-        (gzip.compress(b'{"id": "a", "contents": "word"}\n')[:-6], "damaged gzip file"),
+        (gzip.compress(b'{"id": "a", "contents": "word"}\n', mtime=0)[:-6], "damaged gzip file"),
     ],
 )
 def test_a_corpus_that_cannot_be_read_leaves_no_index(
