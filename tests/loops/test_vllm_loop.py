@@ -76,13 +76,8 @@ def test_an_engine_that_sleeps_while_trained_samples_the_same(run: rl.Run, level
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    server = Served(Path(model_path("tiny_search_base")), tmp_path / "log.txt")
-    try:
-        server.start()
-        server.wait()
+    with Served(Path(model_path("tiny_search_base")), tmp_path / "log.txt").running() as server:
         yield server
-    finally:
-        server.kill()
 
 
 def test_a_run_trains_with_a_server_and_outlives_its_restart(

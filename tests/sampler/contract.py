@@ -18,7 +18,7 @@ from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.trainer.policy import Policy
 from posttrain.trajectory import Source, StopReason, Trajectory
 
-from .tiny import Played, gap, play, prompt, together
+from .tiny import END, Played, changed, gap, play, prompt, together, tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +156,26 @@ class ModelCase(Case):
         finally:
             module.set_attn_implementation("posttrain")
         return logits[len(ids) - 1 : -1].float()
+
+
+def tiny_case(sampler: Sampler, model: Policy, publish: Callable[[], None] = lambda: None) -> ModelCase:
+    """Of a model of `tiny.py`. publish: gives the sampler the policy's new weights, where it has a copy of them."""
+
+    def update() -> None:
+        changed(model, 1.05)
+        model.version += 1
+        publish()
+
+    return ModelCase(
+        sampler=sampler,
+        tokenizer=tokenizer(),
+        prompt=prompt(9),
+        end_id=END,
+        stop_string="a",
+        reach=200,
+        policy=model,
+        update=update,
+    )
 
 
 class ModelSamplerContract(SamplerContract):

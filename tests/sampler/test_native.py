@@ -9,28 +9,14 @@ from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.trajectory import StopReason
 
-from .contract import Case, ModelCase, ModelSamplerContract
-from .tiny import CONFIGS, END, PAD, VOCABULARY, Played, changed, gap, play, policy, prompt, together, tokenizer
+from .contract import Case, ModelSamplerContract, tiny_case
+from .tiny import CONFIGS, END, PAD, VOCABULARY, Played, gap, play, policy, prompt, together, tokenizer
 
 
 class TestContract(ModelSamplerContract):
     def make(self) -> Case:
         model = policy()
-
-        def update() -> None:
-            changed(model, 1.05)
-            model.version += 1
-
-        return ModelCase(
-            sampler=NativeSampler(model, tokenizer(), truncation="allow"),
-            tokenizer=tokenizer(),
-            prompt=prompt(9),
-            end_id=END,
-            stop_string="a",
-            reach=200,
-            policy=model,
-            update=update,
-        )
+        return tiny_case(NativeSampler(model, tokenizer(), truncation="allow"), model)
 
 
 def params(tokens: int = 8, **options: object) -> SamplingParams:

@@ -17,8 +17,8 @@ from posttrain.sampler.vllm import VllmSampler
 from posttrain.weights.manifest import WeightMismatch, weights_of
 from posttrain.weights.publish import Publisher, WeightError, publish
 
-from .contract import Case, ModelCase, ModelSamplerContract
-from .tiny import END, WIDE_CONFIGS, Played, changed, gap, play, policy, prompt, together, tokenizer
+from .contract import Case, ModelCase, ModelSamplerContract, tiny_case
+from .tiny import WIDE_CONFIGS, Played, changed, gap, play, policy, prompt, together, tokenizer
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
@@ -56,23 +56,9 @@ def made(family: str) -> ModelCase:
     sampler = VllmSampler(model, tokenizer(), truncation="allow", kv_cache_memory_bytes=1 << 27)
     publisher = Publisher(model, sampler)
 
-    def update() -> None:
-        changed(model, 1.05)
-        model.version += 1
-        sampler.load(weights_of(model), model.version)
-
     asyncio.run(publisher.publish())
-    return ModelCase(
-        sampler=sampler,
-        tokenizer=tokenizer(),
-        prompt=prompt(9),
-        end_id=END,
-        stop_string="a",
-        reach=200,
-        policy=model,
-        update=update,
-        tolerance=LIMIT,
-    )
+    case = tiny_case(sampler, model, lambda: sampler.load(weights_of(model), model.version))
+    return replace(case, tolerance=LIMIT)
 
 
 @pytest.fixture

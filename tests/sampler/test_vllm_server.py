@@ -18,8 +18,8 @@ from posttrain.sampler.vllm_server import VllmServerSampler
 from posttrain.weights.manifest import WeightMismatch
 from posttrain.weights.publish import Publisher, WeightError, publish
 
-from .contract import Case, ModelCase, ModelSamplerContract
-from .tiny import END, WIDE_CONFIGS, Played, changed, gap, play, policy, prompt, together, tokenizer
+from .contract import Case, ModelCase, ModelSamplerContract, tiny_case
+from .tiny import WIDE_CONFIGS, Played, changed, gap, play, policy, prompt, together, tokenizer
 from .vllm_serving import Served
 
 pytestmark = [
@@ -33,13 +33,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for all tests here: it takes half a minute to start."""
     folder = tmp_path_factory.mktemp("served") / "model"
     policy("llama", seed=5, configs=WIDE_CONFIGS).save(folder, tokenizer())
-    server = Served(folder, folder.with_name("log.txt"))
-    try:
-        server.start()
-        server.wait()
+    with Served(folder, folder.with_name("log.txt")).running() as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +43,8 @@ def trained(served: Served) -> Iterator[ModelCase]:
     sampler = VllmServerSampler(model, served.url, tokenizer(), patience_seconds=600)
     publisher = Publisher(model, sampler)
     sampler.renew = publisher.publish
-
-    def update() -> None:
-        changed(model, 1.05)
-        model.version += 1
-        publisher.move()
-
     asyncio.run(publisher.publish())
-    yield ModelCase(
-        sampler=sampler,
-        tokenizer=tokenizer(),
-        prompt=prompt(9),
-        end_id=END,
-        stop_string="a",
-        reach=200,
-        policy=model,
-        update=update,
-    )
+    yield tiny_case(sampler, model, publisher.move)
     sampler.close()
 
 

@@ -8,8 +8,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import httpx
 import torch
@@ -33,6 +36,16 @@ class Served:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """Started, and killed in the end."""
+        try:
+            self.start()
+            self.wait()
+            yield self
+        finally:
+            self.kill()
 
     def start(self) -> None:
         """Does not wait for it."""

@@ -46,9 +46,8 @@ class Answering:
         how = {"seed": order["seed"], "session": order["session"]}
         try:
             done = await self.sampler.sample(order["ids"], params_of(order["params"]), **how)
-            if (
-                NO_WEIGHTS not in done.versions
-            ):  # a transfer broke amid the turn: rank 0 takes the request away from here
+            # a transfer broke amid the turn, if there is such a token: rank 0 takes the request away from here
+            if NO_WEIGHTS not in done.versions:
                 self.line.send({"id": number, "sampled": asdict(done)})
         except Exception as error:  # raised again where it was asked
             self.line.send({"id": number, "error": str(error), "kind": type(error).__name__})

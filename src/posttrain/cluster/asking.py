@@ -17,14 +17,13 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from posttrain.cluster.pool import Member, Message, Pool, State
-from posttrain.cluster.sampler import give, plain, sampled
+from posttrain.cluster.sampler import answer_in, counted, give, plain
 from posttrain.sampler.own_copy import NO_WEIGHTS
 from posttrain.sampler.protocol import Sampled, SamplingParams
-from posttrain.sampler.requests import SamplerError
 
 
 @dataclass(slots=True, eq=False)
@@ -108,11 +107,7 @@ class PoolSampler:
 
     def waiting(self) -> dict[str, tuple[int, float]]:
         """Name -> (open requests, when the oldest was made) of every member that has some; '' where nobody has them."""
-        found: dict[str, tuple[int, float]] = {}
-        for asked in list(self._open.values()):
-            count, oldest = found.get(name := str(asked.member or ""), (0, asked.since))
-            found[name] = (count + 1, min(oldest, asked.since))
-        return found
+        return counted((str(asked.member or ""), asked.since) for asked in list(self._open.values()))
 
     def _place(self, asked: _Open) -> None:
         with self.pool.changed:  # so that a member is lost before it is chosen, or after it is known to be
@@ -145,11 +140,7 @@ class PoolSampler:
         asked = self._open.get(said["id"])
         if asked is None or asked.member is not member:
             return
-        if "error" in said:
-            kind: Callable[[str], Exception] = ValueError if said["kind"] == "ValueError" else SamplerError
-            self._settle(said["id"], kind(said["error"]))
-        else:
-            self._settle(said["id"], sampled(said["sampled"]))
+        self._settle(said["id"], answer_in(said))
 
     def _settle(self, number: int, answer: Sampled | Exception) -> None:
         asked = self._open.pop(number, None)

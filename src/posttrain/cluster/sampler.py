@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -82,11 +82,7 @@ class SpreadSampler:
 
     def waiting(self) -> dict[str, tuple[int, float]]:
         """Name -> (open requests, when the oldest was made) of every other rank that has some."""
-        found: dict[str, tuple[int, float]] = {}
-        for asked in list(self._open.values()):
-            count, oldest = found.get(name := f"rank {asked.rank}", (0, asked.since))
-            found[name] = (count + 1, min(oldest, asked.since))
-        return found
+        return counted((f"rank {asked.rank}", asked.since) for asked in list(self._open.values()))
 
     def _home(self, prompt: tuple[int, ...], session: str | None) -> int:
         rank = self._sessions.get(session or "", self._prompts.get(prompt, -1))
@@ -118,11 +114,8 @@ class SpreadSampler:
                 self._lost.add(line.rank)
                 for number in [n for n, waiting in list(self._open.items()) if waiting.rank == line.rank]:
                     self._settle(number, RankLost(f"rank {line.rank} is gone"))
-            elif "error" in said:
-                kind = ValueError if said["kind"] == "ValueError" else SamplerError
-                self._settle(said["id"], kind(said["error"]))
             else:
-                self._settle(said["id"], sampled(said["sampled"]))
+                self._settle(said["id"], answer_in(said))
 
         return hear
 
@@ -130,6 +123,22 @@ class SpreadSampler:
         waiting = self._open.pop(number, None)
         if waiting is not None and not waiting.loop.is_closed():
             waiting.loop.call_soon_threadsafe(give, waiting.future, answer)
+
+
+def counted(open_since: Iterable[tuple[str, float]]) -> dict[str, tuple[int, float]]:
+    """(name, when it was made) of requests -> name -> (how many, the oldest)"""
+    found: dict[str, tuple[int, float]] = {}
+    for name, since in open_since:
+        count, oldest = found.get(name, (0, since))
+        found[name] = (count + 1, min(oldest, since))
+    return found
+
+
+def answer_in(said: dict[str, Any]) -> Sampled | Exception:
+    """What another process has answered to a request; ValueError stays one, every other error is the sampler's."""
+    if "error" not in said:
+        return sampled(said["sampled"])
+    return (ValueError if said["kind"] == "ValueError" else SamplerError)(said["error"])
 
 
 def give(future: asyncio.Future[Sampled], answer: Sampled | Exception) -> None:
