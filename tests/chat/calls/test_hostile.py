@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from pace import slowness
+from pace import allowed
 from posttrain.chat.calls import SYNTAXES, parse
 
 from .toolsets import TOOLS
@@ -55,12 +55,12 @@ def seconds(work) -> float:
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
-def test_a_megabyte_of_garbage_is_read_in_less_than_a_second(name):
+def test_a_megabyte_of_garbage_is_read_in_about_a_second(name):
     slow = {}
     for unit in GARBAGE:
         text = (unit * (SIZE // len(unit)))[: SIZE // 5]
         slow[unit] = 5 * min(seconds(lambda text=text: parse(text, SYNTAXES[name], TOOLS)) for _ in range(2))
-    assert max(slow.values()) < 1.0, max(slow, key=slow.__getitem__)
+    assert max(slow.values()) < allowed(0.5), max(slow, key=slow.__getitem__)
 
 
 @pytest.mark.alone
@@ -80,7 +80,7 @@ def test_a_megabyte_of_garbage_is_read_in_less_than_a_second(name):
         ("dr_tulu", "<call_tool", " a='1'"),
     ],
 )
-def test_a_megabyte_within_one_call_is_read_in_less_than_a_second(name, head, unit):
+def test_a_megabyte_within_one_call_is_read_in_about_a_second(name, head, unit):
     """The best of two: other work on the machine slows this one, too."""
     text = head + unit * (SIZE // len(unit))
     seconds = []
@@ -90,13 +90,13 @@ def test_a_megabyte_within_one_call_is_read_in_less_than_a_second(name, head, un
         seconds.append(time.process_time() - start)
         if seconds[0] < 0.5:
             break
-    assert min(seconds) < 1.0 * slowness()
+    assert min(seconds) < allowed(1.0)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("name", SYNTAXES)
-def test_a_megabyte_of_result_is_made_harmless_in_less_than_a_second(name):
+def test_a_megabyte_of_result_is_made_harmless_in_about_a_second(name):
     for unit in ("<", "</tool_output", "</ " + " " * 20, "[", "\nAction: ", "<｜"):
         start = time.process_time()
         SYNTAXES[name].result("search", unit * (SIZE // len(unit)))
-        assert time.process_time() - start < 1.0 * slowness()
+        assert time.process_time() - start < allowed(0.5)
