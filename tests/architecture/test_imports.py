@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,12 +82,14 @@ HEAVY = {
     "tensorboard",
     "wandb",
 } | {"trafilatura"}
-HEAVY |= {"math_verify"}
+HEAVY |= {"math_verify", "numba"}
 MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "retrieval.server": {"fastapi", "uvicorn"},
+    "retrieval.bm25_numba": {"numba"},
     "retrieval.dense": {"faiss"},
     "rewards.server": {"fastapi", "uvicorn"},
     "rewards.symbolic": {"math_verify"},
+    "sampler.decode_numba": {"numba"},
     "sampler.vllm": {"vllm"},
     "cluster": {"ray"},
     "trainer.zero": {"deepspeed"},
@@ -188,14 +191,14 @@ OPTIONAL = HEAVY | {"rich", "torch"}  # torch: torch.utils.tensorboard
 
 
 def test_imports_stand_at_the_top(modules):
-    """Inside functions only optional extras, and our modules that need one (`cuda_*`: Triton comes with torch's builds
-    for CUDA); in the cli also the commands, which would all be slow to start."""
+    """Inside functions only optional extras, and our modules that need one (`*_numba`; `cuda_*`: Triton comes with
+    torch's builds for CUDA); in the cli also the commands, which would all be slow to start."""
     wrong = [
         f"{module.shown}:{line}: {target}"
         for module in modules
         if room(module.name) not in ("cli", "demo", "compat")
         for target, line in imports_inside_functions(module.tree)
-        if target.split(".")[0] not in OPTIONAL and not any(part.startswith("cuda_") for part in target.split("."))
+        if target.split(".")[0] not in OPTIONAL and not re.search(r"\.cuda_|_numba\b", target)
     ]
     assert not wrong, "move to the top:\n" + "\n".join(wrong)
 

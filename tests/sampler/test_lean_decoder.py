@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from posttrain.sampler.lean_decoder import lean_decoder
 from posttrain.sampler.native import NativeSampler
@@ -15,37 +12,7 @@ from posttrain.sampler.protocol import SamplingParams
 from posttrain.trainer.attention import PackedAttention, layout_of
 from posttrain.trainer.policy import Policy
 
-from .tiny import CONFIGS, SIZES, gap, play, policy, prompt, together
-
-LONG_ROPE: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-PLAIN: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "llama with biases and long rope": lambda: LlamaConfig(
-        attention_bias=True, mlp_bias=True, rope_parameters=LONG_ROPE, **SIZES
-    ),
-    "mistral with a window": lambda: MistralConfig(sliding_window=7, head_dim=8, **SIZES),
-    "qwen2 with windows in some layers": lambda: Qwen2Config(
-        use_sliding_window=True, sliding_window=7, max_window_layers=1, **SIZES
-    ),
-    "qwen3": lambda: Qwen3Config(head_dim=16, **SIZES),
-}
-
-
-def shaken(config: Any) -> Policy:
-    """Biases and norms, too, away from where they start."""
-    made = Policy.random(config, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in made.module.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
-    return made
+from .tiny import CONFIGS, PLAIN, gap, play, policy, prompt, shaken, together
 
 
 class Adapted(nn.Module):

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from posttrain.packing import pack
 from posttrain.sampler.lean_decoder import lean_decoder
@@ -59,6 +66,26 @@ WIDE_CONFIGS: dict[str, Any] = {  # heads of 32, as engines with kernels of thei
     "tied": lambda: Qwen3Config(head_dim=32, tie_word_embeddings=True, **WIDE),
 }
 
+LONG_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+PLAIN: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "llama with biases and long rope": lambda: LlamaConfig(
+        attention_bias=True, mlp_bias=True, rope_parameters=LONG_ROPE, **SIZES
+    ),
+    "mistral with a window": lambda: MistralConfig(sliding_window=7, head_dim=8, **SIZES),
+    "qwen2 with windows in some layers": lambda: Qwen2Config(
+        use_sliding_window=True, sliding_window=7, max_window_layers=1, **SIZES
+    ),
+    "qwen3": lambda: Qwen3Config(head_dim=16, **SIZES),
+}
+
 
 @cache
 def tokenizer() -> Any:
@@ -86,6 +113,16 @@ def policy(
         for weight in made.module.parameters():
             if weight.dim() > 1:
                 weight.mul_(sharp)
+    return made
+
+
+def shaken(config: Any) -> Policy:
+    """Biases and norms, too, away from where they start."""
+    made = Policy.random(config, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in made.module.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
     return made
 
 

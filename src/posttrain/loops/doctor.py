@@ -239,11 +239,14 @@ def _fast_paths(policy: Policy, sampler: NativeSampler) -> Check:
         "log-prob kernels": lambda: implementation_for(policy.device) is not FusedLogprobs,
         "CUDA graphs": lambda: sampler.engines[0].decodes_ahead,
         "compiled layers": lambda: compiled,
+        "compiled decoding": lambda: sampler.engines[0].decodes_compiled,
     }
     on = [name for name, is_on in paths.items() if is_on()]
     off = [name for name in paths if name not in on]
-    missing = policy.device.type == "cuda" and bool(off)
+    missing = policy.device.type == "cuda" and bool(set(off) - {"compiled decoding"})
     advice = "on a GPU all of them should be on: is triton installed, and torch 2.10 or newer?" if missing else ""
+    if policy.device.type == "cpu" and "compiled decoding" in off:
+        advice = "pip install 'posttrain[fast]' for a faster sampler on a CPU"
     seen = f"on: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}"
     return Check("fast paths", "warn" if missing else "ok", seen, advice)
 

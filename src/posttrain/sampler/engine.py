@@ -21,6 +21,7 @@ from torch import Tensor
 
 from posttrain.sampler.cached_attention import CachedAttention, Chunk, ShapeProbe, SharedKeys
 from posttrain.sampler.cached_varlen import CachedVarlen
+from posttrain.sampler.compiled_decoder import FEWEST, compiled_decoder
 from posttrain.sampler.decode_ahead import Columns, DecodeAhead
 from posttrain.sampler.draw import draw
 from posttrain.sampler.kv_cache import KVCache, LayerShape
@@ -72,6 +73,7 @@ class Engine:
         self._version = policy.version
         self._varlen = use_varlen(policy.device, policy.dtype, policy.module)
         self._lean = lean_decoder(policy)
+        self._compiled = compiled_decoder(self._lean, self.cache)
         self._ahead = _decode_ahead(policy, self.cache, limits.max_batch)
         self._alike = _Alike([], [], None)
         self.forward = threading.Lock()  # held by whoever runs a forward, or must not have one run
@@ -83,6 +85,11 @@ class Engine:
     def decodes_ahead(self) -> bool:
         """Whether steps are CUDA graphs, launched before the last one is read."""
         return self._ahead is not None
+
+    @property
+    def decodes_compiled(self) -> bool:
+        """Whether steps of many sequences on a CPU are compiled by numba."""
+        return self._compiled is not None
 
     @property
     def has_work(self) -> bool:
@@ -160,7 +167,7 @@ class Engine:
     # -- decoding ahead (CUDA graphs) ---------------------------------------------------------------------------------
 
     def _all_plain(self) -> bool:
-        return all(r.params.top_p == 1 and not r.params.top_k for r in self.active)
+        return all(map(_is_plain, self.active))
 
     def _all_decode(self) -> bool:
         return self._all_plain() and all(r.missing == 1 for r in self.active)
@@ -354,6 +361,11 @@ class Engine:
 
     def _forward(self, step: _Step) -> Tensor:
         """[T, K] hidden states."""
+        if self._compiled is not None and not step.prefill and len(step.decode) >= FEWEST:
+            order = self._compiled.order(step.decode)
+            step.decode = order.requests
+            self._count(step, len(step.decode))
+            return self._compiled.hidden_states(order)
         ids = [r.ids[-1] for r in step.decode]
         rows = [r.slot.row for r in step.decode]  # type: ignore[union-attr]
         positions = [r.slot.cached for r in step.decode]  # type: ignore[union-attr]
@@ -376,11 +388,14 @@ class Engine:
             shared = self._shared_keys(step.decode, rows[:decoded])
             attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks, shared)
         hidden = (self._lean or self.policy).hidden_states(packed[0], packed[2], attention)[0]
-        self.stats.steps += 1
-        self.stats.rows += decoded + len(chunks)
-        self.stats.tokens_forwarded += len(ids)
-        self.stats.tokens_prefilled += len(ids) - sum(r.generated > 0 for r in step.decode)
+        self._count(step, len(ids))
         return hidden
+
+    def _count(self, step: _Step, tokens: int) -> None:
+        self.stats.steps += 1
+        self.stats.rows += len(step.decode) + len(step.prefill)
+        self.stats.tokens_forwarded += tokens
+        self.stats.tokens_prefilled += tokens - sum(r.generated > 0 for r in step.decode)
 
     def _shared_keys(self, decode: list[Request], rows: list[int]) -> SharedKeys | None:
         """Looked for when others are decoded, or elsewhere, than in the last forward. On a CPU only: kernels of a GPU
@@ -426,21 +441,25 @@ class Engine:
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     def _sample(self, requests: list[Request], hidden: Tensor) -> list[Request]:
-        """Draws one token for each and returns those that are done. One transfer from the device."""
-        logits = self.policy.next_token_logits(hidden)
-        device = self.cache.device
-        counters = torch.tensor([[r.stream for r in requests], [r.generated for r in requests]], device=device)
-        ids, logprobs = draw(
-            logits, uniforms(counters[0], counters[1]), draw_settings(requests, logits.shape[-1], device)
-        )
-        drawn, values = torch.stack([ids.double(), logprobs.double()]).tolist()
+        """Draws one token for each and returns those that are done."""
+        drawn, values = self._draw(requests, self.policy.next_token_logits(hidden))
         finished: list[Request] = []
         for request, token, logprob in zip(requests, drawn, values, strict=True):
-            if self._book(request, int(token), logprob):
+            if self._book(request, token, logprob):
                 finished.append(request)
         self.stats.tokens_generated += len(requests)
         self.stats.tokens_truncated_draw += sum(r.params.top_p < 1 or r.params.top_k > 0 for r in requests)
         return finished
+
+    def _draw(self, requests: list[Request], logits: Tensor) -> tuple[list[int], list[float]]:
+        if self._compiled is not None and len(requests) >= FEWEST and all(map(_is_plain, requests)):
+            return self._compiled.draw(requests, logits)
+        device = self.cache.device
+        counters = torch.tensor([[r.stream for r in requests], [r.generated for r in requests]], device=device)
+        settings = draw_settings(requests, logits.shape[-1], device)
+        ids, logprobs = draw(logits, uniforms(counters[0], counters[1]), settings)
+        drawn, values = torch.stack([ids.double(), logprobs.double()]).tolist()
+        return [int(token) for token in drawn], values
 
     def _book(self, request: Request, token: int, logprob: float) -> bool:
         """The request's next token; whether it was the last one."""
@@ -481,6 +500,11 @@ def _decode_ahead(policy: Policy, cache: KVCache, max_batch: int) -> DecodeAhead
 
     columns = Columns.of(max_batch, cache.device)
     return DecodeAhead(cache, columns, CudaGraphs(policy, cache, columns))
+
+
+def _is_plain(request: Request) -> bool:
+    """Nothing is cut from its distributions."""
+    return request.params.top_p == 1 and not request.params.top_k
 
 
 def _rounded(tokens: int) -> int:

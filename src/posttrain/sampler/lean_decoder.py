@@ -34,7 +34,9 @@ def lean_decoder(policy: Policy) -> LeanDecoder | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class How:
+    """What attention of one layer was asked with."""
+
     scaling: float
     sliding_window: int | None
 
@@ -42,13 +44,13 @@ class _How:
 class LeanDecoder:
     """Stands in for `Policy.hidden_states`."""
 
-    def __init__(self, decoder: Any, how: dict[int, _How]) -> None:
-        self._decoder = decoder
-        self._how = how  # by layer
+    def __init__(self, decoder: Any, how: dict[int, How]) -> None:
+        self.decoder = decoder
+        self.how = how  # by layer
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens."""
-        decoder = self._decoder
+        decoder = self.decoder
         x = F.embedding(token_ids, decoder.embed_tokens.weight)
         cos, sin = (part[0, :, None] for part in decoder.rotary_emb(x[None], positions[None]))  # [R, 1, D]
         half = sin.shape[-1] // 2
@@ -61,7 +63,7 @@ class LeanDecoder:
     def _attended(
         self, layer_idx: int, layer: Any, x: Tensor, turn: tuple[Tensor, Tensor], attention: AttentionContext
     ) -> Tensor:
-        block, how = layer.self_attn, self._how[layer_idx]
+        block, how = layer.self_attn, self.how[layer_idx]
         y = _normed(x, layer.input_layernorm)
         query, key, value = (
             F.linear(y, p.weight, p.bias).view(len(x), -1, block.head_dim)
@@ -111,7 +113,7 @@ def _is_plain(policy: Policy) -> bool:
 class _Trial:
     """Plain causal attention that remembers how it was asked."""
 
-    how: dict[int, _How] = field(default_factory=dict[int, _How])
+    how: dict[int, How] = field(default_factory=dict[int, How])
     extras: bool = False
 
     def attend(
@@ -125,7 +127,7 @@ class _Trial:
         sliding_window: int | None = None,
         **extras: Any,
     ) -> Tensor:
-        self.how[layer_idx] = _How(scaling, sliding_window)
+        self.how[layer_idx] = How(scaling, sliding_window)
         self.extras |= bool(extras)
         visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
         return exact_attention(query, key, value, visible, scaling=scaling, **extras).transpose(1, 2)

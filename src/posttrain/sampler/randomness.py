@@ -15,13 +15,13 @@ from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def mix(value: int) -> int:
     """The 64-bit mixing function on a Python integer; a bijection of [0, 2^64)."""
     value &= _MASK
-    for shift, factor in _ROUNDS:
+    for shift, factor in ROUNDS:
         value = ((value ^ (value >> shift)) * factor) & _MASK
     return value ^ (value >> 31)
 
@@ -40,7 +40,7 @@ def signed(value: int) -> int:
 def uniforms(streams: Tensor, indices: Tensor) -> Tensor:
     """[n] float64 in [0, 1) for [n] long `streams` (see `stream_of`) and [n] long token indices from 0."""
     bits = streams + (indices + 1) * signed(GOLDEN)  # int64 products wrap around, as wanted
-    for shift, factor in _ROUNDS:
+    for shift, factor in ROUNDS:
         bits = (bits ^ _shift_right(bits, shift)) * signed(factor)
     bits = bits ^ _shift_right(bits, 31)
     return _shift_right(bits, 11).double() * 2.0**-53
