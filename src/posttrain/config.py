@@ -89,6 +89,7 @@ __all__ = [
 
 
 WORLDS: dict[str, Callable[..., Env | ExternalAgent]] = {**ENVS, "external": ExternalAgent}  # what `env.name` may be
+SAMPLING_RANKS = "ranks that sample themselves do not run ahead; set cluster.samplers, or leave one of them out"
 
 
 class RunConfig(Section):
@@ -477,12 +478,10 @@ def _check_best(config: RLConfig) -> None:
 
 
 def _check_asynchronous(config: RLConfig) -> None:
-    if config.sampling.max_staleness is not None and config.cluster.samplers:
-        raise key_error("cluster.samplers", "rollouts run ahead in one process only; leave sampling.max_staleness out")
-    if config.sampling.max_staleness is not None and config.trainer.ranks > 1:
+    if config.sampling.max_staleness is not None and config.trainer.ranks > 1 and not config.cluster.samplers:
         raise key_error(
             "sampling.max_staleness",
-            f"rollouts run ahead of one process only, trainer.ranks is {config.trainer.ranks}; leave one of them out",
+            f"trainer.ranks is {config.trainer.ranks}; {SAMPLING_RANKS}",
         )
 
 

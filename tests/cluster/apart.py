@@ -15,6 +15,7 @@ import torch
 from cluster.fleet import server
 from posttrain.cluster.asking import PoolSampler
 from posttrain.cluster.beside import CALLS, SAMPLER, SECRET
+from posttrain.cluster.crew import Crew
 from posttrain.cluster.giving import PoolPublisher
 from posttrain.cluster.line import Exchange, Line
 from posttrain.cluster.pool import Pool, State
@@ -31,15 +32,15 @@ MODEL = ModelConfig(path="tiny_search_base")
 class Processes:
     """Starts samplers, and another one for each that is wished away."""
 
-    def __init__(self, folder: Path, exchange: Exchange, count: int) -> None:
-        self._folder, self._exchange = folder, exchange
+    def __init__(self, folder: Path, address: tuple[str, int], secret: str, count: int) -> None:
+        self._folder, self._address, self._secret = folder, address, secret
         self.running: dict[int, Any] = {}
         for number in range(count):
             self.start(number)
 
     def start(self, number: int) -> None:
-        host, port = self._exchange.address
-        place = {CALLS: f"{host}:{port}", SECRET: self._exchange.secret, SAMPLER: str(number)}
+        host, port = self._address
+        place = {CALLS: f"{host}:{port}", SECRET: self._secret, SAMPLER: str(number)}
         self.running[number] = server().Process(target=_run, args=(self._folder / f"sampler{number}", place))
         self.running[number].start()
 
@@ -68,16 +69,31 @@ def _run(log: Path, place: dict[str, str]) -> None:
     serve()
 
 
-class Apart:
-    """A pool with a policy on this side, and its processes."""
+class Pooled:
+    """A pool and its processes, for a run that is led here."""
+
+    def __init__(self, folder: Path, settings: ClusterConfig) -> None:
+        exchange = Exchange("127.0.0.1")
+        self.processes = Processes(folder, exchange.address, exchange.secret, settings.samplers)
+        self.replaced: list[int] = []
+        self.pool = Pool(exchange, settings, self._replace)
+        exchange.keep_answering("sampler", self.pool.admit)
+
+    def close(self) -> None:
+        self.pool.close()
+        self.processes.end()
+
+    def _replace(self, line: Line) -> None:
+        self.replaced.append(line.rank)
+        threading.Thread(target=self.processes.replace, args=(line.rank, line.process), daemon=True).start()
+
+
+class Apart(Pooled):
+    """The same with a policy on this side."""
 
     def __init__(self, folder: Path, count: int, *, transport: str = "broadcast", **settings: Any) -> None:
+        super().__init__(folder, ClusterConfig(samplers=count, **settings))
         self.policy = Policy.from_config(MODEL)
-        self.exchange = Exchange("127.0.0.1")
-        self.processes = Processes(folder, self.exchange, count)
-        self.replaced: list[int] = []
-        self.pool = Pool(self.exchange, ClusterConfig(samplers=count, **settings), self._replace)
-        self.exchange.keep_answering("sampler", self.pool.admit)
         self.sampler = PoolSampler(self.pool)
         options = SamplerConfig.model_validate({"transport": transport})
         self.publisher = PoolPublisher(
@@ -101,12 +117,7 @@ class Apart:
     def close(self) -> None:
         self.watch.stop()
         self.publisher.close()
-        self.pool.close()
-        self.processes.end()
-
-    def _replace(self, line: Line) -> None:
-        self.replaced.append(line.rank)
-        threading.Thread(target=self.processes.replace, args=(line.rank, line.process), daemon=True).start()
+        super().close()
 
     @torch.no_grad()
     def _logprobs(self, batch: Batch) -> torch.Tensor:
@@ -118,5 +129,15 @@ def apart(folder: Path, count: int, **options: Any) -> Iterator[Apart]:
     found = Apart(folder, count, **options)
     try:
         yield found
+    finally:
+        found.close()
+
+
+@contextmanager
+def pooled(folder: Path, settings: ClusterConfig) -> Iterator[tuple[Crew, Pooled]]:
+    """Samplers apart, and the crew of a run that is led by this process and has no other ranks."""
+    found = Pooled(folder, settings)
+    try:
+        yield Crew(pool=found.pool), found
     finally:
         found.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from loops.toy import largest_change, metric_rows, rows, toy_config, trained, weights
-from posttrain.config import ConfigError, RLConfig
+from posttrain.config import RLConfig
 from posttrain.envs import Action, Observation, Step
 from posttrain.loops import rl
 from posttrain.loops.ahead import Ahead, TooStale
@@ -84,12 +84,12 @@ def test_older_tokens_than_allowed_are_an_error():
     ahead = Ahead(max_staleness=1, steps=3, stream=None, roll_out=one)  # type: ignore[arg-type]
     with Background() as background:
         ahead.start_all(background, done=0, version=0)
-        assert len(ahead.take(1).trajectories) == 1
+        assert len(ahead.take(1, background).trajectories) == 1
         ahead.start_all(background, done=1, version=4)
-        ahead.take(2)  # sampled by the weights before step 1: one step old
+        ahead.take(2, background)  # sampled by the weights before step 1: one step old
         ahead.start_all(background, done=2, version=8)
         with pytest.raises(TooStale, match="step 3 holds tokens of version 0, allowed is 4"):
-            ahead.take(3)
+            ahead.take(3, background)
 
 
 # ---------------------------------------------------------------- episodes that outlive weights
@@ -243,8 +243,3 @@ def test_stale_tokens_are_weighed_unless_the_config_says_otherwise(tmp_path: Pat
     assert asynchronous(tmp_path, 1, algorithm={"correction": "icepop"}).algorithm.correction == "icepop"
     assert asynchronous(tmp_path, 1, algorithm={"correction": None}).algorithm.correction is None
     assert asynchronous(tmp_path, 1, algorithm={"old_logprobs": "sampler"}).algorithm.correction is None
-
-
-def test_several_ranks_do_not_run_ahead(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"sampling\.max_staleness.*trainer\.ranks is 2"):
-        asynchronous(tmp_path, 1, trainer={"ranks": 2})

@@ -88,7 +88,7 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         (["sampler.transport=disk"], "go with sampler.engine: vllm or vllm_server, or with cluster.samplers"),
         (["cluster.samplers=1", "sampler.transport=memory"], "no memory is shared with cluster.samplers"),
         (["cluster.samplers=1", "sampler.engine=vllm", "sampler.sleep=1"], "have GPUs of their own"),
-        (["cluster.samplers=1", "sampling.max_staleness=1"], "rollouts run ahead in one process only"),
+        (["cluster.samplers=1", "sampler.engine=vllm", "sampling.max_staleness=1"], "with the native engine only"),
         ([*SERVED, "cluster.samplers=1"], "vllm_server samples elsewhere already"),
         (["cluster.sampler_restarts=1"], "it is for cluster.samplers, and there are none"),
         (["cluster.timeline=x.json"], "it is Ray's, and no cluster.ray is set"),

@@ -14,10 +14,12 @@ from posttrain.sampler.protocol import Sampler
 
 
 class Answering:
-    """The requests that came over `line` and are open."""
+    """The requests that came over `line` and are open. They wait while `may_sample` is not set."""
 
     def __init__(self, sampler: Sampler, line: Line) -> None:
         self.sampler, self.line = sampler, line
+        self.may_sample = asyncio.Event()
+        self.may_sample.set()
         self._open: dict[int, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
@@ -45,6 +47,7 @@ class Answering:
         number = order["id"]
         how = {"seed": order["seed"], "session": order["session"]}
         try:
+            await self.may_sample.wait()
             done = await self.sampler.sample(order["ids"], params_of(order["params"]), **how)
             # a transfer broke amid the turn, if there is such a token: rank 0 takes the request away from here
             if NO_WEIGHTS not in done.versions:
@@ -52,4 +55,5 @@ class Answering:
         except Exception as error:  # raised again where it was asked
             self.line.send({"id": number, "error": str(error), "kind": type(error).__name__})
         finally:
-            del self._open[number]
+            if self._open.get(number) is asyncio.current_task():  # else it was cancelled, and is asked again
+                del self._open[number]

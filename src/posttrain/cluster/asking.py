@@ -68,7 +68,7 @@ class PoolSampler:
         message |= {"seed": seed, "session": session}
         asked = self._open[number] = _Open(message, loop.create_future(), loop, time.monotonic())
         self.loop = loop
-        self._place(asked)
+        self._place(asked, None)
         try:
             return await asked.future
         finally:
@@ -81,8 +81,10 @@ class PoolSampler:
             self.pool.tell(member, {"do": "release", "session": session})
 
     def reset(self) -> None:
-        """Drops every cache. Between rollouts."""
+        """Drops every cache, unless requests are open: who gets new weights then drops what it cached of old ones."""
         self._prompts.clear()
+        if self._open:
+            return
         self._sessions.clear()
         for member in self.pool.members(State.SERVING):
             self.pool.tell(member, {"do": "reset"})
@@ -91,7 +93,7 @@ class PoolSampler:
         """From now on it gets requests: first those that nobody has."""
         self.pool.put(member, State.SERVING)
         for asked in [asked for asked in list(self._open.values()) if asked.member is None]:
-            self._place(asked)
+            self._place(asked, None)
 
     def withdraw(self, member: Member) -> None:
         """It gets no more requests until it serves again; those that it has go to others."""
@@ -109,8 +111,11 @@ class PoolSampler:
         """Name -> (open requests, when the oldest was made) of every member that has some; '' where nobody has them."""
         return counted((str(asked.member or ""), asked.since) for asked in list(self._open.values()))
 
-    def _place(self, asked: _Open) -> None:
+    def _place(self, asked: _Open, before: Member | None) -> None:
+        """Where it was with `before`, it goes to who serves now; another thread may have seen to it already."""
         with self.pool.changed:  # so that a member is lost before it is chosen, or after it is known to be
+            if asked.member is not before:
+                return
             member = asked.member = self._home(asked.message)
         if member is not None:
             self.pool.tell(member, asked.message)
@@ -133,7 +138,7 @@ class PoolSampler:
         """What it had goes to others, or waits for the next that serves."""
         for asked in [asked for asked in list(self._open.values()) if asked.member is lost]:
             self.asked_again += 1
-            self._place(asked)
+            self._place(asked, lost)
 
     def _take(self, member: Member, said: Message) -> None:
         """An answer, on the thread of the member's line."""

@@ -1,6 +1,6 @@
 """How the policy's weights get into samplers that are processes of their own.
 
-One `publish` on rank 0
+One `publish` on rank 0, between two steps; requests may be open, and go on under the new weights
   consumes      the policy, gathered tensor by tensor where ranks hold its shards: every rank helps
   waits for     the samplers: the first time all of them, later one at least
   unblocked by  their replies: each has loaded the weights, dropped what it had cached, and sampled the probe
@@ -60,6 +60,9 @@ class PoolPublisher:
 
     order: tells the other ranks what to do at the same time. logprobs: of a batch, by all ranks. folder: on a disk that
     every sampler sees.
+
+    Only the thread that trains gives weights. So none are given while a step changes them, and ranks never hear two
+    orders at once.
     """
 
     policy: Policy
@@ -118,14 +121,19 @@ class PoolPublisher:
     # -- who comes amid a rollout --------------------------------------------------------------------------------------
 
     def _somebody_is_ready(self) -> None:
-        """On the thread of its line. The first weights are given by `publish`; later, who comes gets them at once, on
-        the loop of the rollout, while the ranks wait for what comes of it."""
+        """On the thread of its line. The first weights are given by `publish`; later, who comes gets them at once while
+        the ranks wait for what comes of a rollout, and otherwise from the next `publish`."""
         loop = self.sampler.loop
-        if self.sampler.given >= 0 and loop is not None:
+        if self.sampler.given < 0:
+            return
+        if self.pool.soon is not None:
+            self.pool.soon(self._catch_up)
+        elif loop is not None:
             with suppress(RuntimeError):  # the loop is closed: between two rollouts, `publish` will see to it
                 loop.call_soon_threadsafe(self._catch_up)
 
     def _catch_up(self) -> None:
+        """Between an update and its publication there is nothing to catch up with: `publish` gives to everybody."""
         if self.sampler.given != self.policy.version or self.failure is not None:
             return
         try:
@@ -148,7 +156,9 @@ class PoolPublisher:
             try:
                 gap = max(gap, self._deliver(lacking))
             except NotDelivered as failure:
-                self._group = None
+                if self._group is not None:
+                    self._group.abort()  # somebody may still wait in it, with the forwards of a sampler held up
+                    self._group = None
                 failures += 1
                 log.warning("version %d of the weights: %s", self.policy.version, failure)
         raise WeightError(
@@ -158,7 +168,12 @@ class PoolPublisher:
 
     def _deliver(self, members: list[Member]) -> float:
         send = self._by_disk if self.transport == "disk" else self._by_broadcast
-        replies = send(members)
+        try:
+            replies = send(members)
+        except NotDelivered:
+            for member in members:  # with half of the weights it must not serve
+                self.sampler.withdraw(member)
+            raise
         found: dict[Member, Any] = {}
         failed: list[str] = []
         for member, reply in replies.items():
@@ -166,7 +181,7 @@ class PoolPublisher:
                 found[member] = sampled(reply.result()["sampled"])
             except (RankLost, SamplerError) as error:
                 failed.append(str(error))
-                self.sampler.withdraw(member)  # with half of the weights it must not serve
+                self.sampler.withdraw(member)
         gap = self._checked(found) if found else 0.0
         for member in found:
             member.version = self.policy.version
@@ -233,7 +248,6 @@ class PoolPublisher:
         try:
             send_in_order(described, tensors, group)
         except RuntimeError as error:
-            group.abort()
             raise NotDelivered(f"the process group broke: {error}") from error
         finally:
             for _ in tensors:

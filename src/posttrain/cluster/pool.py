@@ -63,7 +63,8 @@ class Member:
 class Pool:
     """Its members may come and go at any time; every method may be called from any thread.
 
-    wish: asks for the end of the process of a line, in whose place another one is started then.
+    wish: asks for the end of the process of a line, in whose place another one is started then. soon: has something
+    done by the thread that trains, once it waits for rollouts; None where these run on that very thread's event loop.
     """
 
     exchange: Exchange
@@ -72,6 +73,7 @@ class Pool:
     on_lost: Callable[[Member], None] = lambda member: None
     on_ready: Callable[[], None] = lambda: None
     on_answer: Callable[[Member, Message], None] = lambda member, said: None
+    soon: Callable[[Callable[[], None]], None] | None = None
     restarts: int = 0  # members that came in the place of a lost one
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     _members: dict[int, Member] = field(default_factory=dict[int, Member])

@@ -125,6 +125,8 @@ class _Serving:
         loop = asyncio.get_running_loop()
 
         def hear(said: dict[str, Any] | None) -> None:
+            if said is None or said.get("meet") is not None:
+                self._leave()  # now: the loop may be waiting for an engine that waits for what the group will not bring
             with suppress(RuntimeError):  # the loop is closed: rank 0 hangs up after it has said stop
                 loop.call_soon_threadsafe(orders.put_nowait, said)
 
@@ -147,13 +149,16 @@ class _Serving:
         return False
 
     async def _take(self, order: Mapping[str, Any]) -> None:
-        """A later order may come while this one waits for a sampler that is gone."""
+        """A later order may come while this one waits for a sampler that is gone. Requests that come before weights are
+        whole wait for it; when they do not become whole, rank 0 takes these requests away from here."""
         said: dict[str, Any] = {"reply": order["reply"]}
+        self.answering.may_sample.clear()
         try:
             await asyncio.wrap_future(on_a_thread(lambda: self._load(order)))
             async with self._probing:
                 if not len(self.answering):
                     self.engine.reset()
+                self.answering.may_sample.set()
                 probe = order["probe"]
                 drawn = await self.engine.sample(probe["ids"], params_of(probe["params"]), seed=probe["seed"])
             said["sampled"] = asdict(drawn)
@@ -169,13 +174,17 @@ class _Serving:
         if (meet := order["meet"]) is not None:
             self._meet(meet)
         group = self._group
-        assert group is not None
+        if group is None:
+            raise RuntimeError("another process group was called for meanwhile")
         self.engine.load(receive(group), version)
 
+    def _leave(self) -> None:
+        """Another group comes, so this one has broken, or it has done its part. Who waits in it gets an error."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
     def _meet(self, meet: Mapping[str, Any]) -> None:
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
         if meet["backend"] == "nccl":
             torch.cuda.set_device(0)  # the only one that this process sees; the choice is a thread's own
         store = connect(meet["host"], meet["port"], meet["world"])

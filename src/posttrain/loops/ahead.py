@@ -10,10 +10,12 @@ Training on step s (`rl.train_step`)
   consumes      these trajectories
   waits for     them, in the order of the steps
   unblocked by  the last group of the step
-  produces      new weights; they are published while no forward runs, and unfinished turns go on under them
+  produces      new weights; they are published while a sampler runs no forward, and unfinished turns go on under them
 
 So at most 1 + max_staleness steps are in the making, and no token is trained on that weights more than max_staleness
 steps old have sampled: step s is trained on those of step s - 1. With 0 the result is that of the synchronous loop.
+Rollouts have a thread and an event loop of their own. The thread that trains is also the one that publishes; while it
+waits in `take` it gives weights to samplers apart that come late (`Background.soon`), and at no other time.
 """
 
 from __future__ import annotations
@@ -76,9 +78,9 @@ class Ahead:
                 making = self._making[step] = _Making(Future())
                 making.future = runner.start(self._filled(step, making))
 
-    def take(self, step: int) -> Filled:
+    def take(self, step: int, runner: Background) -> Filled:
         """Waits for the step, and raises what went wrong in it. Raises TooStale rather than break the bound."""
-        filled = self._making[step].future.result()
+        filled = runner.wait(self._making[step].future)
         del self._making[step]
         oldest_allowed = self._version_after.get(max(0, step - 1 - self.max_staleness), 0)
         oldest = min(versions_of(filled.trajectories), default=oldest_allowed)

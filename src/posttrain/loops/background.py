@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 import torch
@@ -15,11 +16,17 @@ T = TypeVar("T")
 
 
 class Background:
-    """Use it as a context; at the end everything that still runs is cancelled and waited for."""
+    """Use it as a context; at the end everything that still runs is cancelled and waited for.
+
+    Who waits in it can be asked to do something meanwhile: see `soon`.
+    """
 
     _loop: asyncio.AbstractEventLoop
     _over: asyncio.Event
     _thread: threading.Thread
+
+    def __init__(self) -> None:
+        self._calls = SimpleQueue[Callable[[], object]]()
 
     def __enter__(self) -> Self:
         ready = threading.Event()
@@ -48,11 +55,26 @@ class Background:
         """Goes on in the background; cancelling the future cancels the work."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def soon(self, work: Callable[[], object]) -> None:
+        """`work` is done by the thread that waits in `wait` or `run`, now or when it next waits. Any thread may ask."""
+        self._calls.put(work)
+
+    def wait(self, future: Future[T]) -> T:
+        """Its result, or its error."""
+        future.add_done_callback(lambda _: self._calls.put(_nothing))
+        while not future.done():
+            self._calls.get()()
+        return future.result()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Waits for it. Interrupted, the work is cancelled, too."""
         future = self.start(work)
         try:
-            return future.result()
+            return self.wait(future)
         except BaseException:
             future.cancel()
             raise
+
+
+def _nothing() -> None:
+    """Wakes up who waits."""

@@ -169,6 +169,8 @@ def config_of(path: Path) -> RLConfig:
 def train(run: Run) -> Run:
     """Runs all steps that are left. What is finished when this raises is kept and can be resumed."""
     with asyncio.Runner() if run.ahead is None else Background() as runner:
+        if isinstance(runner, Background) and run.crew.pool is not None:
+            run.crew.pool.soon = runner.soon
         try:
             if run.step == 0 and 0 in run.plan.eval_steps:
                 _log(run, _evaluate(run, runner, Metrics()))
@@ -240,7 +242,7 @@ def _roll_out(run: Run, runner: Runner, metrics: Metrics) -> list[Trajectory]:
     else:
         assert isinstance(runner, Background)
         run.ahead.start_all(runner, done=run.step, version=run.learner.policy.version)
-        filled = run.ahead.take(step)
+        filled = run.ahead.take(step, runner)
     run.sampling.rest()
     record_filter(metrics, filled, run.config.algorithm)
     runner.run(_report(run, filled))
@@ -263,11 +265,14 @@ def publish(run: Run, runner: Runner, metrics: Metrics | None = None) -> None:
     all the publishing there is. What a resumed run samples cannot depend on what was cached before the kill.
 
     In an asynchronous run it may be in the middle of its requests, and then sees by the version what it must drop.
+    Samplers apart get their weights from this thread, while requests go on: nobody else reads what it trains.
     """
     run.crew.order("publish")
     if run.ahead is None:
         run.learner.publish()
         runner.run(run.sampling.refresh(metrics))
+    elif run.sampling.publisher is not None:
+        asyncio.run(run.sampling.refresh(metrics))
     else:
         runner.run(_publish_between_forwards(run, run.ahead))
 
@@ -318,7 +323,7 @@ def _evaluate(run: Run, runner: Runner, metrics: Metrics) -> Metrics:
 def checkpoint(run: Run, runner: Runner) -> None:
     """Commits everything that a bit-exact continuation needs."""
     run.directory.sync()
-    if run.ahead is not None:
+    if run.ahead is not None and run.learner.replica is not None:
         publish(run, runner)  # what is saved is the copy
     positions, write_ahead = runner.run(_positions(run))
     state = {

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from posttrain.config import ConfigError, RLConfig, SamplerConfig
+from posttrain.config import SAMPLING_RANKS, ConfigError, RLConfig, SamplerConfig
 from posttrain.loops.learner import Learner
 from posttrain.runs.metrics import Metrics
 from posttrain.sampler.native import NativeSampler, workers_for
@@ -98,7 +98,7 @@ class Sampling:
 def open_sampling(learner: Learner, tokenizer: Any, spread: Callable[[NativeSampler], Sampler]) -> Sampling:
     """For a run. spread: makes of the native sampler of this rank the one of all ranks.
 
-    Raises ConfigError for several ranks whose sampler has weights of its own.
+    Raises ConfigError for several ranks whose sampler has weights of its own, or should run ahead of them.
     """
     config = learner.config
     engine = config.sampler.engine
@@ -106,6 +106,8 @@ def open_sampling(learner: Learner, tokenizer: Any, spread: Callable[[NativeSamp
         if learner.ranks.size > 1:  # by torchrun; trainer.ranks is checked with the config
             raise ConfigError([f"sampler.engine: {engine} samples for a run on one rank; on several, use native"])
         return published_sampling(config, tokenizer, learner.policy)
+    if learner.ranks.size > 1 and config.sampling.max_staleness is not None:
+        raise ConfigError([f"sampling.max_staleness: {SAMPLING_RANKS}"])
     return Sampling(sampler=spread(sampler_of_rank(learner, tokenizer)))
 
 

@@ -24,20 +24,27 @@ TRANSFER = timedelta(seconds=600)
 ALIGNMENT = 16  # bytes: a view of another dtype must begin at a multiple of its size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """A process group apart from torch's default one, and where its tensors live. Rank 0 sends."""
 
-    processes: Any  # a torch.distributed process group
+    processes: Any  # a torch.distributed process group; None after `abort`
     device: torch.device
 
     def broadcast(self, tensor: Tensor) -> None:
-        """From rank 0, in place."""
+        """From rank 0, in place. Raises RuntimeError when the group is broken."""
+        if self.processes is None:
+            raise RuntimeError("the process group has been left")
         self.processes.broadcast(tensor, 0).wait()
 
     def abort(self) -> None:
-        """Everybody who waits in it gets an error, here and elsewhere."""
-        self.processes.abort()
+        """Everybody who waits in it gets an error, here and elsewhere.
+
+        Gloo's own abort wakes nobody. It hangs up when nothing holds its group any more, which others see at once.
+        """
+        processes, self.processes = self.processes, None
+        if processes is not None:
+            processes.abort()
 
 
 def listen(host: str, world: int) -> Any:

@@ -1,0 +1,220 @@
+"""Rollouts that run ahead of training in samplers that are processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.apart import pooled
+from cluster.test_restart import assert_each_once
+from loops.toy import largest_change, metric_rows, rows, toy_config, trained, weights
+from posttrain.algorithms import LOSSES
+from posttrain.cluster.pool import State
+from posttrain.config import RLConfig
+from posttrain.envs import Action, Observation, Step
+from posttrain.loops import rl
+from posttrain.packing import pack
+from posttrain.runs.trajectories import read_trajectories
+from posttrain.task import Task
+from posttrain.trajectory import Trajectory
+
+EPISODES, SECONDS = 8, 60.0
+TWELVE = rows([f"Who founded number {i}?" for i in range(12)])
+
+
+def configured(folder: Path, staleness: int | None, samplers: int = 1, **sections: Any) -> RLConfig:
+    """Every sequence has a forward of its own, so that nothing hangs on when requests arrive."""
+    folder.mkdir(exist_ok=True)
+    sampling = {"max_staleness": staleness, "engines": 1}
+    alone = {"options": {"max_batch": 1}}
+    cluster = {"samplers": samplers}
+    sections = {"tasks": TWELVE, "run": {"steps": 3}, **sections}
+    return toy_config(folder, sampling=sampling, sampler=alone, cluster=cluster, **sections)
+
+
+def until(true: Callable[[], bool]) -> None:
+    ends = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < ends, "it did not happen"
+        time.sleep(0.005)
+
+
+def of_step(run: rl.Run, step: int) -> list[Trajectory]:
+    return read_trajectories(run.directory.trajectories / f"step-{step:06d}.parquet")
+
+
+def asked(run: rl.Run) -> list[list[str]]:
+    """The tasks of each step, in order."""
+    return [list(dict.fromkeys(t.task_id for t in of_step(run, step))) for step in range(1, run.step + 1)]
+
+
+# ---------------------------------------------------------------- the law
+
+
+def test_bound_0_is_the_synchronous_run_to_the_bit(tmp_path: Path):
+    runs: list[rl.Run] = []
+    for name, staleness in (("sync", None), ("bound", 0)):
+        folder = tmp_path / name
+        sections = {"data": {"eval": str(folder / "train.jsonl")}, "eval": {"every": 2, "max_tasks": 3}}
+        config = configured(folder, staleness, run={"steps": 2}, **sections)
+        with pooled(folder, config.cluster) as (crew, _):
+            run = rl.start(config, crew=crew)
+            rl.train(run)
+            run.close()
+            runs.append(run)
+    assert largest_change(*map(weights, runs)) == 0
+    for step in (1, 2):
+        assert [t.token_ids for t in of_step(runs[0], step)] == [t.token_ids for t in of_step(runs[1], step)]
+        assert metric_rows(runs[1])[step]["gap/staleness_max"] == 0
+
+
+# ---------------------------------------------------------------- a sampler that comes amid training
+
+
+class Patient:
+    """Two turns; between them an episode of step 2 waits for `go`."""
+
+    stop_strings: tuple[str, ...] = ()
+    max_turns = 2
+    made = arrived = 0
+    go = threading.Event()
+
+    def __init__(self) -> None:
+        self.late = Patient.made >= EPISODES
+        self.turn = 0
+        Patient.made += 1
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation()
+
+    async def step(self, action: Action) -> Step:
+        self.turn += 1
+        if self.turn == 1 and self.late:
+            Patient.arrived += 1
+            await asyncio.to_thread(Patient.go.wait, SECONDS)
+        return Step(observation=Observation(text=" more "), done=self.turn == 2)
+
+    async def close(self) -> None:
+        return None
+
+
+FIRST: list[Callable[[], None]] = []
+
+
+def watched_loss(*arguments: Tensor) -> Tensor:
+    """What lies in `FIRST` happens amid an update."""
+    for call in FIRST:
+        call()
+    return LOSSES["ppo_clip"](*arguments)
+
+
+@pytest.mark.parametrize("moment", ["training", "waiting"])
+def test_the_only_sampler_is_killed_and_the_next_one_gets_weights_that_were_published(tmp_path: Path, moment: str):
+    """Killed between the two updates of step 1, and while the trainer waits for step 2."""
+    Patient.made = Patient.arrived = 0
+    Patient.go.clear()
+    sections = {
+        "run": {"steps": 2},
+        "batch": {"epochs": 2, "cpu_workers": 1},
+        "optimizer": {"lr": 1e-3},
+        "limits": {"max_turns": 2},
+    }
+    sections |= {"env": {"name": f"{__name__}:Patient"}, "algorithm": {"loss": f"{__name__}:watched_loss"}}
+    config = configured(tmp_path, 1, **sections)
+    with pooled(tmp_path, config.cluster) as (crew, beside):
+        run = rl.start(config, crew=crew)
+        Patient.made = 0
+        states, sampler = [weights(run)], run.sampling.sampler
+        run.on_row = lambda step, row: states.append(weights(run))
+
+        def amid_training() -> None:
+            if run.learner.policy.version != 1 or Patient.go.is_set():
+                return
+            until(lambda: Patient.arrived == EPISODES)
+            beside.processes.kill(0)
+            until(lambda: bool(beside.replaced) and bool(beside.pool.members(State.READY)))
+            Patient.go.set()
+            until(lambda: sampler.waiting().get("", (0, 0.0))[0] == EPISODES)
+            assert not beside.pool.members(State.SERVING), "weights amid an update"
+
+        def amid_rollout() -> None:
+            until(lambda: sampler.given == 2)
+            beside.processes.kill(0)
+            Patient.go.set()
+
+        if moment == "training":
+            FIRST[:] = [amid_training]
+        else:
+            threading.Thread(target=amid_rollout, daemon=True).start()
+        rl.train(run)
+        run.close()
+    FIRST.clear()
+    second, measured = of_step(run, 2), metric_rows(run)
+    assert [sorted({v for v in t.policy_versions if v >= 0}) for t in second] == [[0, 2]] * EPISODES
+    assert measured[2]["gap/staleness_max"] == 2
+    assert measured[2]["weights/probe_gap"] < 1e-3
+    assert beside.pool.restarts == 1
+    assert_sampled_by(run, second, {0: states[0], 2: states[1]})
+
+
+def assert_sampled_by(run: rl.Run, trajectories: list[Trajectory], states: dict[int, dict[str, Tensor]]) -> None:
+    """Every token has the log-prob that the weights of its version give it, and not that of the others'."""
+    batch, policy = pack(trajectories), run.learner.policy
+    for version, state in states.items():
+        with torch.no_grad():
+            for name, parameter in policy.parameters():
+                parameter.copy_(state[name])
+            gaps = (policy.logprobs(batch) - batch.rollout_logprobs).abs()
+        own = batch.loss_mask & (batch.policy_versions == version)
+        assert gaps[own].max() < 1e-4
+        assert gaps[batch.loss_mask & ~own].max() > 1e-3
+
+
+# ---------------------------------------------------------------- kills
+
+
+class Killed(Exception):
+    pass
+
+
+def test_what_ran_ahead_in_samplers_apart_survives_kills_of_a_sampler_and_of_the_run(tmp_path: Path):
+    """Nothing is lost and nothing is there twice; complete steps come back as they were."""
+    sections = {"run": {"steps": 5}, "checkpoint": {"every": 2}}
+    whole = trained(toy_config(tmp_path, tasks=TWELVE, run={"steps": 5, "dir": str(tmp_path / "whole")}))
+    config = configured(tmp_path, 2, samplers=2, **sections)
+    with pooled(tmp_path, config.cluster) as (crew, beside):
+        run = rl.start(config, crew=crew)
+
+        def kill(step: int, row: Any) -> None:
+            if step == 1:
+                beside.processes.kill(0)
+            if step == 3:
+                raise Killed
+
+        run.on_row = kill
+        with pytest.raises(Killed):
+            rl.train(run)
+        run.close()
+    with pooled(tmp_path, config.cluster) as (crew, _):
+        resumed = rl.resume(config.run.directory, crew=crew)
+        assert resumed.step == 2
+        assert resumed.ahead is not None
+        complete = {step: making.future.result() for step, making in resumed.ahead._making.items()}
+        rl.train(resumed)
+        resumed.close()
+    assert asked(resumed) == asked(whole)
+    assert_each_once(config.run.directory, 5, EPISODES)
+    for step, filled in complete.items():
+        kept = {t.episode_id: t.token_ids for t in filled.trajectories}
+        assert {t.episode_id: t.token_ids for t in of_step(resumed, step)} == kept
+    measured = metric_rows(resumed)
+    assert all(measured[step]["gap/staleness_max"] <= 2 for step in range(1, 6))
+    assert all(measured[step]["weights/probe_gap"] < 1e-3 for step in range(1, 6))
