@@ -77,6 +77,31 @@ def test_they_sample_what_the_policy_would_and_lost_requests_are_asked_again_onc
     assert "sampler 1 is there again" in caplog.text
 
 
+def test_a_transfer_that_breaks_amid_requests_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Weights are given by another thread than that of the requests. One sampler dies when both have been told."""
+    with apart(tmp_path, 2) as run:
+
+        def order(do: str, *what: object) -> None:
+            if not run.replaced and run.policy.version == 1:
+                run.processes.kill(0)
+                run.processes.running[0].join()
+
+        async def work() -> list[Sampled]:
+            await run.publisher.publish()
+            waiting = asyncio.create_task(asked(run.sampler, LONG))
+            await asyncio.sleep(0.05)
+            run.publisher.order = order
+            shifted(run.policy, 1.01, version=1)
+            await asyncio.to_thread(lambda: asyncio.run(run.publisher.publish()))
+            return await waiting
+
+        found = asyncio.run(work())
+        assert {version for one in found for version in one.versions} <= {0, 1}
+        assert 1 in {one.versions[-1] for one in found}
+        assert run.replaced == [0]
+    assert "version 1 of the weights: the process group broke" in caplog.text
+
+
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
 def test_the_only_one_hangs_and_is_replaced(tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture):
     """Its requests wait for who comes in its place, and for the weights."""

@@ -59,6 +59,31 @@ def test_two_other_processes_get_every_tensor_to_the_bit_again_and_again() -> No
     assert sent[0] == sent[1] >= sum(t.numel() * t.element_size() for _, t in tensors())
 
 
+def _wait(port: int, answers: Any) -> None:
+    torch.set_num_threads(1)
+    group = open_group(connect("127.0.0.1", port, 2), rank=1, world=2, backend="gloo")
+    answers.put("waits")
+    try:
+        group.broadcast(torch.zeros(1))
+    except RuntimeError:
+        answers.put("was told")
+
+
+def test_who_waits_is_told_when_the_sender_gives_up() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    answers, store = spawn.Queue(), listen("127.0.0.1", 2)
+    waiter = spawn.Process(target=_wait, args=(store.port, answers), daemon=True)
+    waiter.start()
+    group = open_group(store, rank=0, world=2, backend="gloo")
+    assert answers.get(timeout=60) == "waits"
+    group.abort()
+    assert answers.get(timeout=60) == "was told"
+    waiter.join(timeout=30)
+    with pytest.raises(RuntimeError, match="has been left"):
+        group.broadcast(torch.zeros(1))
+    group.abort()
+
+
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=3), st.sampled_from(DTYPES)), max_size=12),
     st.integers(16, 300),
