@@ -26,7 +26,7 @@ from posttrain.runs.trajectories import read_trajectories
 from posttrain.task import Task
 from posttrain.trajectory import Trajectory
 
-EPISODES, SECONDS = 8, 60.0
+EPISODES, SECONDS = 8, 180.0
 TWELVE = rows([f"Who founded number {i}?" for i in range(12)])
 
 

@@ -74,3 +74,6 @@ def test_two_ranks_run_ahead_and_their_only_sampler_is_replaced(tmp_path: Path):
 def test_ranks_that_sample_do_not_run_ahead(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"sampling\.max_staleness.*trainer\.ranks is 2.*set cluster\.samplers"):
         configured(tmp_path, 1, samplers=0, trainer={"ranks": 2})
+    config = configured(tmp_path, 1, samplers=0)
+    with pytest.raises(AssertionError, match=r"ranks that sample themselves do not run ahead; set cluster\.samplers"):
+        on_ranks(2, tmp_path / "said", train, config)  # as torchrun, or resume with --ranks

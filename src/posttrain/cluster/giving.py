@@ -134,7 +134,8 @@ class PoolPublisher:
 
     def _catch_up(self) -> None:
         """Between an update and its publication there is nothing to catch up with: `publish` gives to everybody."""
-        if self.sampler.given != self.policy.version or self.failure is not None:
+        behind = self.sampler.given == self.policy.version and self.pool.members(State.READY)
+        if not behind or self.failure is not None:
             return
         try:
             self._give_all()
