@@ -20,6 +20,7 @@ from posttrain.config import ConfigError, RLConfig
 from posttrain.runs.rng import seed_everything
 from posttrain.trainer.critic import HEAD, Critic
 from posttrain.trainer.loading import ModelConfig, load_config, model_path, pick_device
+from posttrain.trainer.lora import ADAPTER
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy
@@ -164,23 +165,25 @@ def make_learner(
     config: RLConfig, optimizer_steps: int, checkpoint: Path | None = None, ranks: Ranks = ALONE
 ) -> Learner:
     """Loads the models of a new run, or those of a checkpoint together with their optimizers."""
-    model = config.model if checkpoint is None else config.model.model_copy(update={"path": str(checkpoint)})
+    model = config.model if checkpoint is None else model_in(checkpoint, config.model)
     if pick_device(model.device).type == "cpu":  # before anything is computed: start-up checks stall, too
         hidden_size = load_config(model_path(model.path)).get_text_config().hidden_size
         torch.set_num_threads(max(1, threads_for(hidden_size) // ranks.on_this_host))
         if hidden_size < SMALL_HIDDEN_SIZE:
             keep_freed_memory()
     ranks, sequence = _teams(config, ranks)
-    policy = _spread(Policy.from_config(_trained(model, config.trainer, ranks)), config.trainer, ranks, sequence)
+    policy = Policy.from_config(_trained(model, config.trainer, ranks), seed=config.run.seed)
+    ref = _make_ref(config, policy, ranks, sequence) if wants_reference(config) else None
+    policy = _spread(policy, config.trainer, ranks, sequence)
     learner = Learner(
         config=config,
         policy=policy,
         optimizer=_optimizer(policy, config.optimizer, optimizer_steps, ranks, config.trainer),
-        ref=_make_ref(config, ranks, sequence) if config.algorithm.kl_coef > 0 or config.algorithm.measure_kl else None,
+        ref=ref,
         kl_coef=config.algorithm.kl_coef,
         ranks=ranks,
         sequence=sequence,
-        replica=Policy.from_config(model) if needs_replica(config, ranks.size) else None,
+        replica=Policy.from_config(model, seed=config.run.seed) if needs_replica(config, ranks.size) else None,
     )
     if config.critic is not None:
         start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
@@ -201,6 +204,23 @@ def make_learner(
 def needs_replica(config: RLConfig, ranks: int) -> bool:
     """Whether a rank holds the policy a second time, for its sampler."""
     return not config.cluster.samplers and (ranks > 1 or config.sampling.max_staleness is not None)
+
+
+def wants_reference(config: RLConfig) -> bool:
+    return config.algorithm.kl_coef > 0 or config.algorithm.measure_kl
+
+
+def shares_reference(config: RLConfig, ranks: int) -> bool:
+    """Whether the reference is the policy's own weights, below its adapters: no second copy is held."""
+    return ranks == 1 and config.model.lora is not None and config.model.lora.path is None
+
+
+def model_in(checkpoint: Path, model: ModelConfig) -> ModelConfig:
+    """The model of a run as a checkpoint has it: its weights, or its adapters on the weights of `model.path`."""
+    if model.lora is None:
+        return model.model_copy(update={"path": str(checkpoint)})
+    lora = model.lora.model_copy(update={"path": str(checkpoint / ADAPTER)})
+    return model.model_copy(update={"lora": lora})
 
 
 def _trained(model: ModelConfig, trainer: TrainerConfig, ranks: Ranks) -> ModelConfig:
@@ -237,10 +257,12 @@ def _optimizer(
     return Optimizer(model.parameters(), config, steps, mastered=mastered)
 
 
-def _make_ref(config: RLConfig, ranks: Ranks, sequence: SequenceGroup | None) -> Policy:
-    """Where it is sharded, frozen: in the dtype that it computes in, without room for moments; always by FSDP2, for
+def _make_ref(config: RLConfig, policy: Policy, ranks: Ranks, sequence: SequenceGroup | None) -> Policy:
+    """What the run began with. Where it is sharded, frozen: in the dtype that it computes in, without room for moments; always by FSDP2, for
     without an update there is nothing that backends do differently."""
-    ref = Policy.from_config(config.model)
+    if shares_reference(config, ranks.size):
+        return policy.without_adapters(config.model)
+    ref = Policy.from_config(config.model, seed=config.run.seed)
     if ranks.size > 1:
         ref.module.requires_grad_(False)
     return _spread(ref, config.trainer.model_copy(update={"backend": "fsdp2"}), ranks, sequence)
@@ -256,7 +278,8 @@ def threads_for(hidden_size: int) -> int:
 
 
 def save_learner(learner: Learner, folder: Path, tokenizer: Any = None) -> None:
-    """The policy in Hugging Face layout in `folder` itself, everything else beside it; every rank has to do it."""
+    """The policy in Hugging Face layout in `folder` itself (of one with adapters only these, in `adapter/`), everything
+    else beside it; every rank has to do it."""
     staged(learner, tokenizer)(folder)
 
 
@@ -277,7 +300,7 @@ def staged(learner: Learner, tokenizer: Any = None) -> Callable[[Path], None]:
         policy = learner.sampled
         memory = json.dumps({"kl_coef": learner.kl_coef, "running": asdict(learner.running)})
         writes += [
-            lambda folder: policy.save(folder, tokenizer, state),
+            lambda folder: policy.keep(folder, tokenizer, state),
             lambda folder: (folder / MEMORY_FILE).write_text(memory, encoding="utf-8"),
         ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -19,7 +19,46 @@ from posttrain.trainer import attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+ALL_LINEAR = "all-linear"
+ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class LoraConfig(BaseModel):
+    """Adapters in the place of all weights (Hu et al. 2021, LoRA): W + alpha / rank * B A, where A and B train."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=16, ge=1, description="of A and B")
+    alpha: float = Field(default=32.0, gt=0, description="the update B A counts alpha / rank times")
+    rslora: bool = Field(default=False, description="alpha / sqrt(rank) in its place (Kalajdzievski 2023)")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        default="all-linear",
+        description="last words of the names of the layers that get them, such as q_proj; all-linear: all of the "
+        "decoder's, its head not",
+    )
+    exclude_modules: tuple[str, ...] = Field(default=(), description="of these, layers that get none")
+    dropout: float = Field(default=0.0, description="0 only: the sampler has to compute what the trainer computes")
+    path: str | None = Field(
+        default=None,
+        description="a directory in peft's layout (adapter_config.json, adapter_model.safetensors) to start from; what "
+        "is set beside it has to agree with it",
+    )
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) and value != ALL_LINEAR else value
+
+    @field_validator("dropout")
+    @classmethod
+    def _none(cls, value: float) -> float:
+        if value:
+            raise ValueError(
+                f"{value:g} would make the log-probs of trainer and sampler differ, so that ratios of a policy to "
+                "itself are not 1; leave it out"
+            )
+        return value
 
 
 class ModelConfig(BaseModel):
@@ -44,6 +83,9 @@ class ModelConfig(BaseModel):
         "for the compiler",
     )
     gradient_checkpointing: bool = Field(default=False, description="trade one more forward for activation memory")
+    lora: LoraConfig | None = Field(
+        default=None, description="train adapters, and leave the weights at `path` as they are"
+    )
 
 
 class ModelError(ValueError):
@@ -151,7 +193,12 @@ def check_directory(path: str | Path) -> None:
     if not directory.is_dir():
         raise ModelError(f"{path} is a file; model.path must be the directory that holds config.json and *.safetensors")
     if not (directory / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json; is it a checkpoint's parent, or an adapter alone?")
+        raise ModelError(
+            f"{path} is an adapter, without the model that it belongs to; set model.path to that model and "
+            "model.lora.path to the adapter"
+            if (directory / ADAPTER_CONFIG).is_file()
+            else f"{path} has no config.json; is it a checkpoint's parent?"
+        )
     try:
         json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:

@@ -30,6 +30,7 @@ from posttrain.trainer.loading import (
     pick_device,
     pick_dtype,
 )
+from posttrain.trainer.lora import ADAPTER, save_adapter, trained_state, with_adapters, without_adapters
 from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.prefix import SharedPrefixAttention, shared_layout, use_shared
 from posttrain.trainer.prefix_varlen import VarlenAttention, varlen_layout
@@ -68,11 +69,16 @@ class Policy:
         return cls(load_module(path, place, pick_dtype(dtype, place)), version=version)
 
     @classmethod
-    def from_config(cls, config: ModelConfig, *, version: int = 0) -> Policy:
-        policy = cls.load(config.path, config.device, config.dtype, version=version)
+    def from_config(cls, config: ModelConfig, *, version: int = 0, seed: int = 0) -> Policy:
+        """seed: of fresh adapters. Raises ModelError as `load` and `with_adapters` do."""
+        place = pick_device(config.device)
+        module = load_module(config.path, place, pick_dtype(config.dtype, place))
+        if config.lora is not None:
+            module = with_adapters(module, config.lora, seed=seed)
+        policy = cls(module, version=version)
         if config.gradient_checkpointing:
             policy.checkpoint_activations()
-        if policy.device.type == "cuda" if config.compile == "auto" else config.compile:
+        if _compiles(config, place):
             compile_layers(policy.module)
         return policy
 
@@ -83,6 +89,16 @@ class Policy:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(build_module(config, place, pick_dtype(dtype, place)))
+
+    def without_adapters(self, config: ModelConfig) -> Policy:
+        """The base of one with adapters, on the very same weights and on the same device; it never trains.
+
+        config: how it is held.
+        """
+        base = Policy(without_adapters(self.module), version=0)
+        if _compiles(config, base.device):
+            compile_layers(base.module)
+        return base
 
     def shard(self, ranks: Ranks, config: TrainerConfig, sequence: SequenceGroup | None = None) -> None:
         """Spreads the parameters over `ranks`, in place: from now on every rank has to ask for log-probs, as often.
@@ -147,32 +163,41 @@ class Policy:
         self.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         self.module.train()
 
+    @property
+    def adapted(self) -> bool:
+        """Whether only adapters train."""
+        return hasattr(self.module, "peft_config")
+
     def state(self) -> dict[str, Tensor]:
-        """A copy of the weights in the memory of the host, to be saved later; tied weights stay tied."""
+        """A copy of the weights (of adapters where only they train) in the memory of the host, to be saved later; tied
+        weights stay tied."""
         copies: dict[int, Tensor] = {}
-        state = self.module.state_dict()
+        state = trained_state(self.module) if self.adapted else self.module.state_dict()
         for tensor in state.values():
             copies.setdefault(tensor.data_ptr(), tensor.to("cpu", copy=True))
         return {name: copies[tensor.data_ptr()] for name, tensor in state.items()}
 
-    def save(self, directory: str | Path, tokenizer: Any = None, state: dict[str, Tensor] | None = None) -> None:
+    def save(self, directory: str | Path, tokenizer: Any = None) -> None:
         """Writes Hugging Face layout (config.json, model.safetensors); with a tokenizer, its files as they are.
-
-        state: these weights instead of those of now.
 
         A model with LoRA adapters is written merged, so that it loads anywhere, with the adapters beside it in
         `adapter/`.
         """
-        target = Path(directory)
-        target.mkdir(parents=True, exist_ok=True)
         module: Any = self.module
-        with no_progress_bars():
-            if hasattr(module, "merge_and_unload"):
-                module.save_pretrained(target / "adapter")
-                module = copy.deepcopy(module).merge_and_unload()  # merging in place could not be undone to the bit
-            module.save_pretrained(target, state_dict=state)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(target)
+        if self.adapted:
+            save_adapter(module, Path(directory) / ADAPTER)
+            module = copy.deepcopy(module).merge_and_unload()  # merging in place could not be undone to the bit
+        _write(module, Path(directory), tokenizer, None)
+
+    def keep(self, directory: str | Path, tokenizer: Any = None, state: dict[str, Tensor] | None = None) -> None:
+        """What of it a checkpoint holds: as `save`, but of a model with adapters only these (and the tokenizer), in
+        `adapter/`. state: these weights instead of those of now."""
+        if self.adapted:
+            save_adapter(self.module, Path(directory) / ADAPTER, state)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(Path(directory) / ADAPTER)
+        else:
+            _write(self.module, Path(directory), tokenizer, state)
 
     def _at_policy_tokens(
         self, batch: Batch, temperature: float, *, with_entropy: bool
@@ -194,6 +219,18 @@ class Policy:
         together = None if self.sequence is None else self.sequence.sum
         logprobs = scatter(logprobs, written, len(batch), together)
         return logprobs, None if entropy is None else scatter(entropy, written, len(batch), together)
+
+
+def _compiles(config: ModelConfig, device: torch.device) -> bool:
+    return device.type == "cuda" if config.compile == "auto" else config.compile
+
+
+def _write(module: Any, directory: Path, tokenizer: Any, state: dict[str, Tensor] | None) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with no_progress_bars():
+        module.save_pretrained(directory, state_dict=state)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
 
 
 def packed_hidden_states(model: Any, batch: Batch, *, before_policy_only: bool = False) -> tuple[Tensor, Tensor]:

@@ -157,10 +157,13 @@ def empty_like(model: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Gathers the parameters of a sharded module into those of a whole one, in place and in its dtype."""
+    """Gathers the parameters of a sharded module into those of a whole one that was loaded like it, in place and in its
+    dtype. Those that never train are what they were."""
     let_go(source)
     into, at_hand = dict(target.named_parameters()), getattr(source, AT_HAND, nullcontext)
     for name, parameter in source.named_parameters():
+        if not parameter.requires_grad:
+            continue
         place = into[name]
         with at_hand(parameter):
             local = parameter.detach().to(dtype=place.dtype)  # before it travels: half the bytes
