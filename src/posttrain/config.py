@@ -344,6 +344,7 @@ class RLConfig(Section):
             _check_asynchronous,
             _check_trainer,
             _check_layout,
+            _check_lora,
             _check_sampler,
             _check_cluster,
         ):
@@ -520,6 +521,22 @@ def _check_layout(config: RLConfig) -> None:
             "trainer.sequence_parallel_kind",
             f"{trainer.sequence_parallel_kind} is a way to share micro-batches, and trainer.sequence_parallel is 1; "
             "raise that, or leave this out",
+        )
+
+
+def _check_lora(config: RLConfig) -> None:
+    if config.model.lora is None:
+        return
+    if config.trainer.tensor_parallel > 1:
+        raise key_error(
+            "trainer.tensor_parallel",
+            "layers with adapters are not divided; leave it out (trainer.ranks shards them), or leave model.lora out",
+        )
+    apart = config.sampler.engine == "vllm" and config.cluster.samplers > 0
+    if apart and config.sampler.options.get("enable_lora", True) is not True:
+        raise key_error(
+            "sampler.options.enable_lora",
+            "cluster.samplers are given the adapters alone, and never merged ones; leave it out",
         )
 
 

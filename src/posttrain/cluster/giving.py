@@ -35,8 +35,9 @@ from posttrain.packing import Batch
 from posttrain.sampler.config import SamplerConfig
 from posttrain.sampler.requests import SamplerError
 from posttrain.trainer.policy import Policy
+from posttrain.weights.adapters import adapter_of, as_factors, write_adapter
 from posttrain.weights.buckets import Group, listen, open_group, send_in_order
-from posttrain.weights.gather import gathered, manifest_of, write_files
+from posttrain.weights.gather import factors_of, gathered, manifest_of, write_files
 from posttrain.weights.manifest import Manifest
 from posttrain.weights.publish import MAX_GAP, PROBE_PARAMS, Published, WeightError, probe_batch, probe_prompt
 
@@ -74,11 +75,14 @@ class PoolPublisher:
     folder: Path
     failure: Exception | None = None  # of weights given amid a rollout, for whoever publishes next
     manifest: Manifest = field(init=False)
+    adapter_rank: int = field(init=False)  # > 0 where factors of an adapter are given to engines that know such
     _group: Group | None = None
     _grouped: list[Member] = field(default_factory=list[Member])
 
     def __post_init__(self) -> None:
-        self.manifest = manifest_of(self.policy)
+        known = self.policy.adapted and self.settings.engine == "vllm"
+        self.adapter_rank = adapter_of(self.policy.module).rank if known else 0
+        self.manifest = factors_of(self.policy) if known else manifest_of(self.policy)
         self.pool.on_ready = self._somebody_is_ready
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
 
@@ -194,7 +198,7 @@ class PoolPublisher:
     def _ask(self, members: Sequence[Member], how: Callable[[int], Message]) -> Replies:
         prompt = probe_prompt(int(self.policy.config.get_text_config().vocab_size))
         probe = {"ids": prompt, "params": plain(PROBE_PARAMS), "seed": self.policy.version}
-        common = {"do": "weights", "version": self.policy.version, "probe": probe}
+        common = {"do": "weights", "version": self.policy.version, "rank": self.adapter_rank, "probe": probe}
         return {member: self.pool.ask(member, common | how(rank)) for rank, member in enumerate(members, 1)}
 
     def _by_disk(self, members: list[Member]) -> Replies:
@@ -203,9 +207,21 @@ class PoolPublisher:
             shutil.rmtree(self.folder, ignore_errors=True)
             draft = self.folder / "draft"
             self.order("gather")
-            write_files(gathered(self.policy), self.manifest, draft)
+            self._write(draft)
             draft.rename(place)
         return self._ask(members, lambda rank: {"folder": str(place.resolve())})
+
+    def _write(self, folder: Path) -> None:
+        if self.adapter_rank:
+            folder.mkdir(parents=True)
+            write_adapter(folder, list(self._tensors()), self.adapter_rank)
+        else:
+            write_files(self._tensors(), self.manifest, folder)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of the manifest, in its order; the other ranks have been told to help."""
+        tensors = _from_ranks(gathered(self.policy))
+        return as_factors(self.policy.module, tensors) if self.adapter_rank else tensors
 
     def _by_broadcast(self, members: list[Member]) -> Replies:
         """Raises NotDelivered when the group cannot be formed, or breaks."""
@@ -245,7 +261,7 @@ class PoolPublisher:
         """Every tensor is gathered, whatever becomes of the group: the other ranks count on it."""
         described = [(name, spec.shape, spec.dtype) for name, spec in self.manifest.tensors.items()]
         self.order("gather")
-        tensors = _from_ranks(gathered(self.policy))
+        tensors = self._tensors()
         try:
             send_in_order(described, tensors, group)
         except RuntimeError as error:

@@ -39,7 +39,7 @@ from posttrain.trainer.loading import load_config, model_path, pick_device, pick
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy
 from posttrain.weights.buckets import Group, connect, open_group, receive
-from posttrain.weights.gather import from_json
+from posttrain.weights.gather import factors_of, from_json, manifest_of
 from posttrain.weights.manifest import Manifest
 from posttrain.weights.publish import check
 
@@ -98,17 +98,31 @@ def _engine(begin: Mapping[str, Any]) -> Engine:
         if hidden_size < SMALL_HIDDEN_SIZE:
             keep_freed_memory()
     tokenizer = load_tokenizer(model.path)
+    plain = {"compile": False, "gradient_checkpointing": False}
     if settings.engine == "vllm":
-        policy = Policy.load(model.path, "cpu", pick_dtype(model.dtype, device))
+        on_host = {"device": "cpu", "dtype": pick_dtype(model.dtype, device)}
+        policy = Policy.from_config(model.model_copy(update=plain | on_host))
         engine: Engine = VllmSampler(policy, tokenizer, truncation="allow", **settings.options)
         if not engine.in_one_process and settings.transport != "disk":
             raise ConfigError(["sampler.transport: an engine of several processes takes weights by disk; set disk"])
     else:
         workers = begin["engines"] or max(1, workers_for(device) // neighbours)
-        policy = Policy.load(model.path, device, model.dtype)
+        policy = Policy.from_config(model.model_copy(update=plain))
         engine = OwnCopy(policy, tokenizer, workers=workers, truncation="allow", **settings.options)
-    check(from_json(begin["manifest"]), Manifest.of_config(engine.model_config, engine.dtype), engine, Manifest({}, {}))
+    _check(from_json(begin["manifest"]), engine, policy)
     return engine
+
+
+def _check(sent: Manifest, engine: Engine, own: Policy) -> None:
+    """Raises WeightMismatch for what will be sent and does not fit the engine, which was made of a model like `own`."""
+    whole = Manifest.of_config(engine.model_config, engine.dtype)
+    if not own.adapted:
+        check(sent, whole, engine, Manifest({}, {}))
+    elif isinstance(engine, VllmSampler):
+        sent.check_fits(factors_of(own))
+        check(whole, whole, engine, sent)
+    else:
+        sent.check_fits(manifest_of(own))
 
 
 class _Serving:
@@ -168,15 +182,16 @@ class _Serving:
 
     def _load(self, order: Mapping[str, Any]) -> None:
         version = int(order["version"])
+        how = {"rank": order["rank"]} if order["rank"] else {}  # only an engine that knows adapters is given it
         if "folder" in order:
-            self.engine.load_files(order["folder"], version)
+            self.engine.load_files(order["folder"], version, **how)
             return
         if (meet := order["meet"]) is not None:
             self._meet(meet)
         group = self._group
         if group is None:
             raise RuntimeError("another process group was called for meanwhile")
-        self.engine.load(receive(group), version)
+        self.engine.load(receive(group), version, **how)
 
     def _leave(self) -> None:
         """Another group comes, so this one has broken, or it has done its part. Who waits in it gets an error."""

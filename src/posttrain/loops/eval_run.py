@@ -55,7 +55,7 @@ class EvalRun:
         """JSON values: the settings, all numbers, and the same numbers per source."""
         settings, evaluation = self.target.config.eval, self.evaluation
         return {
-            "model": self.target.config.model.path,
+            "model": self.target.config.model.named,
             "step": self.target.step if self.target.run is not None else None,
             "seed": self.target.config.run.seed,
             "samples_per_prompt": settings.samples_per_prompt,
@@ -128,7 +128,7 @@ def default_folder(target: Target) -> Path:
     if target.run is not None:
         first = target.run / "evaluations" / f"step-{target.step}"
     else:
-        name = Path(target.config.model.path).name
+        name = Path(target.config.model.named).name
         first = Path("runs") / "evaluations" / f"{target.config.run.name}-{name}"
     numbered = (first.with_name(f"{first.name}.{number}") for number in range(2, 1 << 30))
     return first if not first.exists() else next(path for path in numbered if not path.exists())

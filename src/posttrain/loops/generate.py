@@ -64,7 +64,7 @@ def generate(target: Target, file: str, out: Path, *, samples: int = 1, watch: W
     Raises ConfigError for an `out` that holds answers of another model, or something else than answers.
     """
     config = target.config
-    done = _read(out, config.model.path)
+    done = _read(out, config.model.named)
     renderer = load_renderer(config)
     source = source_of(file, config)
     limit, key = prompt_limit(config)
@@ -177,7 +177,7 @@ class _Writer:
             for line in lines:
                 if (line["id"], line["sample"]) not in self._done:
                     file.write(
-                        json.dumps({**line, "model": self.config.model.path}, ensure_ascii=False, default=str) + "\n"
+                        json.dumps({**line, "model": self.config.model.named}, ensure_ascii=False, default=str) + "\n"
                     )
                     self._written += 1
                     self._invalid += line["invalid"] is not None

@@ -12,8 +12,9 @@ import torch
 from posttrain.config import ConfigError, EvalRunConfig, load_config
 from posttrain.loops.learner import threads_for
 from posttrain.runs.checkpoint import Checkpoint, KeepBest, best_of, checkpoints_in
+from posttrain.trainer.loading import ADAPTER_CONFIG, model_path, pick_device
 from posttrain.trainer.loading import load_config as load_model_config
-from posttrain.trainer.loading import model_path, pick_device
+from posttrain.trainer.lora import ADAPTER
 from posttrain.trainer.policy import Policy
 
 
@@ -31,7 +32,7 @@ class Target:
         if pick_device(model.device).type == "cpu":
             hidden_size = load_model_config(model_path(model.path)).get_text_config().hidden_size
             torch.set_num_threads(threads_for(hidden_size))
-        return Policy.from_config(model, version=self.version)
+        return Policy.from_config(model, version=self.version, seed=self.config.run.seed)
 
 
 def find_target(
@@ -43,6 +44,7 @@ def find_target(
     a checkpoint of a run           the same, of that step
     a config file (*.yaml)          the model that it names
     a model (directory, name, id)   under `config`, which is needed then
+    an adapter (directory)          the same, on the model that `config` names
 
     With `config`, a run or checkpoint is put into that config instead of its own. `overrides` win over all of it.
     Raises ConfigError saying what was found instead.
@@ -69,11 +71,21 @@ def find_target(
                 "be put: add --config FILE.yaml"
             ]
         )
-    model = named if chosen is None else str(chosen.path)
-    loaded = load_config(EvalRunConfig, source, [f"model.path={json.dumps(model)}", *overrides])
-    if chosen is None or loaded.model.path != model:
+    key, model = _model_key(named if chosen is None else str(chosen.path))
+    loaded = load_config(EvalRunConfig, source, [f"{key}={json.dumps(model)}", *overrides])
+    if chosen is None or loaded.model.named != model:
         return Target(config=loaded)
     return Target(config=loaded, run=run, step=chosen.step, version=int(chosen.state()["policy_version"]))
+
+
+def _model_key(named: str) -> tuple[str, str]:
+    """The key that takes what lies there, and where: a model, or an adapter without one (of a checkpoint, too)."""
+    place = Path(named)
+    if not (place / "config.json").is_file():
+        for folder in (place, place / ADAPTER):
+            if (folder / ADAPTER_CONFIG).is_file():
+                return "model.lora.path", str(folder)
+    return "model.path", named
 
 
 def _choose(run: Path, which: str) -> Checkpoint:

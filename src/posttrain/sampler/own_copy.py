@@ -19,7 +19,8 @@ NO_WEIGHTS = -1
 
 
 class OwnCopy(NativeSampler):
-    """Samples from `model`, whose weights come by `load`; until then it refuses to sample.
+    """Samples from `model`, whose weights come by `load`; until then it refuses to sample. Of a model with adapters these
+    come alone.
 
     Takes the options of `NativeSampler`.
     """

@@ -99,8 +99,9 @@ class VllmSampler:
         self.model_config, self.dtype = transformers_config(policy), policy.dtype
         adapted = has_adapters(policy.module) and options.get("enable_lora", True)
         adapter = adapter_of(policy.module) if adapted else None
+        save = policy.save if adapter is None else policy.save_base
         try:
-            self._engine = self._on_thread(lambda: start_engine(policy.save, policy.dtype, options, adapter))
+            self._engine = self._on_thread(lambda: start_engine(save, policy.dtype, options, adapter))
         except BaseException:
             self._thread.shutdown()
             raise

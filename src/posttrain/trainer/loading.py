@@ -87,6 +87,11 @@ class ModelConfig(BaseModel):
         default=None, description="train adapters, and leave the weights at `path` as they are"
     )
 
+    @property
+    def named(self) -> str:
+        """What it is called by: where its weights are, or the adapter that it starts from."""
+        return self.path if self.lora is None or self.lora.path is None else self.lora.path
+
 
 class ModelError(ValueError):
     """The model at hand cannot be loaded or cannot be trained here; the message says why and what to do."""

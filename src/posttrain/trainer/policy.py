@@ -189,6 +189,10 @@ class Policy:
             module = copy.deepcopy(module).merge_and_unload()  # merging in place could not be undone to the bit
         _write(module, Path(directory), tokenizer, None)
 
+    def save_base(self, directory: str | Path) -> None:
+        """Of a model with adapters what is below them, in Hugging Face layout."""
+        _write(without_adapters(self.module), Path(directory), None, None)
+
     def keep(self, directory: str | Path, tokenizer: Any = None, state: dict[str, Tensor] | None = None) -> None:
         """What of it a checkpoint holds: as `save`, but of a model with adapters only these (and the tokenizer), in
         `adapter/`. state: these weights instead of those of now."""

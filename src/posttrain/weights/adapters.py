@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 Named = tuple[str, Tensor]
+PEFT = "base_model.model."  # in front of all names in a module with adapters
 FACTORS = ("lora_A", "lora_B")
 SHOWN = 3  # tensors that an error names
 MERGE = "have them merged into the weights instead (sampler.options.enable_lora: false)"
@@ -69,6 +70,16 @@ def adapter_of(module: nn.Module) -> Adapter:
     return Adapter(max(tensor.shape[0] for _, tensor in tensors[::2]), tensors)
 
 
+def as_factors(module: nn.Module, trained: Iterable[Named]) -> Iterator[Named]:
+    """What trains in a module with adapters, by its names there -> the same as factors, named and scaled as those of
+    `adapter_of`."""
+    active, layers = _only_active(module), dict(_without_peft(module).named_modules())
+    for name, tensor in trained:
+        layer, _, factor = name.removeprefix(PEFT).removesuffix(f".{active}.weight").rpartition(".")
+        scaled = tensor * layers[layer].scaling[active] if factor == "lora_B" else tensor  # type: ignore[index, operator]
+        yield f"{layer}.{factor}.weight", scaled
+
+
 def base_state(module: nn.Module) -> dict[str, Tensor]:
     """The weights below the adapters in Hugging Face layout, tied ones under every name; of a plain module all."""
     state = _without_peft(module).state_dict(keep_vars=True)
@@ -95,7 +106,7 @@ def write_adapter(folder: Path, tensors: Sequence[Named], rank: int) -> None:
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    named = {f"{PEFT}{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -1,4 +1,5 @@
-"""The whole weights of a policy, tensor by tensor, though every rank may hold only a part of each.
+"""The whole weights of a policy, tensor by tensor, though every rank may hold only a part of each; of one with adapters
+these alone, for whoever takes them has the weights below from where the policy has them.
 
 Nobody ever holds all of them: what was gathered is sent, or written, a bucket at a time.
 """
@@ -15,49 +16,57 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from posttrain.trainer.lora import trained_state
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.sharding import let_go, sharded_parts, whole
-from posttrain.weights.adapters import has_adapters
+from posttrain.weights.adapters import adapter_of, as_factors
 from posttrain.weights.buckets import BUCKET_BYTES, layout
-from posttrain.weights.manifest import Manifest, Spec, once, refuse, weights_of
+from posttrain.weights.manifest import Manifest, Spec, once
 
 Named = tuple[str, Tensor]
 
 
 def manifest_of(policy: Policy) -> Manifest:
-    """Of the policy as a sampler needs it: whole, in the dtype that it computes in.
-
-    Raises WeightMismatch for adapters on several ranks.
-    """
-    manifest = Manifest.of_module(policy.module)
+    """Of the policy as a sampler needs it: whole, in the dtype that it computes in. Adapters by their names in it."""
+    manifest = Manifest.of_state(_state_of(policy))
     if not sharded_parts(policy.module):
         return manifest
-    if has_adapters(policy.module):
-        refuse(["adapters of a policy on several ranks are not merged: train them on one"])
     numbers = {name: spec for name, spec in manifest.tensors.items() if spec.dtype.is_floating_point}
     narrow = {name: replace(spec, dtype=policy.dtype) for name, spec in numbers.items()}
     return replace(manifest, tensors=manifest.tensors | narrow)
 
 
 def gathered(policy: Policy) -> Iterator[Named]:
-    """Every tensor of `manifest_of` once, in its order, adapters merged into them.
+    """Every tensor of `manifest_of` once, in its order.
 
     Every rank has to ask for all of them, at the same time.
     """
     if not sharded_parts(policy.module):
-        yield from weights_of(policy)
+        yield from once(_state_of(policy))
         return
     let_go(policy.module)
-    for name, local in once(policy.module.state_dict(keep_vars=True)):
+    for name, local in once(_state_of(policy)):
         if isinstance(local, DTensor) and local.is_floating_point():
             local = local.to(policy.dtype)  # before it travels: half the bytes
         yield name, whole(local.to(policy.device))
+
+
+def _state_of(policy: Policy) -> dict[str, Tensor]:
+    return trained_state(policy.module) if policy.adapted else policy.module.state_dict(keep_vars=True)
 
 
 def gathered_state(policy: Policy, *, keep: bool) -> dict[str, Tensor]:
     """All of them in the memory of the host, tied ones tied, for a file; every rank has to ask. Empty unless `keep`."""
     state = {name: tensor.cpu() for name, tensor in gathered(policy) if keep}
     return state | {alias: state[name] for alias, name in manifest_of(policy).tied.items() if keep}
+
+
+def factors_of(policy: Policy) -> Manifest:
+    """`manifest_of` of a policy with adapters, as `adapters.as_factors` makes it. Raises AdapterError as `adapter_of`."""
+    adapter_of(policy.module)
+    specs = manifest_of(policy).tensors.items()
+    like = [(name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for name, spec in specs]
+    return Manifest.of_state(dict(as_factors(policy.module, like)))
 
 
 def help_to_gather(policy: Policy) -> None:
