@@ -83,6 +83,7 @@ class Case:
     offload: bool = False
     critic: bool = False
     kl: bool = False
+    lora: int = 0  # rank of adapters on all linear layers
     workers: int = 1
     micro: int = 16384
     prompts: int = 4
@@ -104,6 +105,7 @@ class Case:
                     "dtype": self.dtype,
                     "gradient_checkpointing": self.checkpointing,
                     "compile": "auto" if self.compiled else False,
+                    "lora": {"rank": self.lora} if self.lora else None,
                 },
                 "data": {"train": "unused"},
                 "limits": {
@@ -155,6 +157,9 @@ CPU_CASES = {
     "tiny_llama_bfloat16_checkpointing": Case(model="tiny_llama", dtype="bfloat16", checkpointing=True, **FEW),
     "tiny_gemma": Case(model="tiny_gemma", micro=4096, **SMALL),
     "tiny_ppo": Case(model="tiny", micro=512, critic=True, kl=True, **SMALL),
+    "tiny_lora": Case(model="tiny", micro=512, kl=True, lora=8, **SMALL),
+    "tiny_lora_bfloat16": Case(model="tiny", dtype="bfloat16", lora=8, **FEW),
+    "tiny_2_lora": Case(model="tiny", micro=512, ranks=2, kl=True, lora=8, **SMALL),
     "tiny_2": Case(model="tiny", micro=512, ranks=2, **SMALL),
     "tiny_2_kept": Case(model="tiny", micro=512, ranks=2, keep_layers=True, **SMALL),
     "tiny_2_checkpointing": Case(model="tiny", micro=512, ranks=2, checkpointing=True, **SMALL),
@@ -163,6 +168,7 @@ CPU_CASES = {
     "tiny_2_sequence": Case(model="tiny", micro=4096, ranks=2, sequence=2, **SMALL),
     "100m": Case(model="100m", micro=1024, prompts=2, samples=2),
     "100m_checkpointing": Case(model="100m", micro=1024, prompts=2, samples=2, checkpointing=True),
+    "100m_lora": Case(model="100m", micro=1024, prompts=2, samples=2, lora=16),
     "100m_bfloat16": Case(model="100m", dtype="bfloat16", **FEW),
     "100m_2": Case(model="100m", micro=1024, prompts=2, samples=2, ranks=2),
     "100m_2_bfloat16": Case(model="100m", dtype="bfloat16", ranks=2, **FEW),
@@ -174,6 +180,7 @@ CUDA_CASES = {
     "0.5b_single": Case(**HALF, micro=40960),
     "0.5b_eager": Case(**HALF, compiled=False),
     "0.5b_checkpointing": Case(**HALF, checkpointing=True),
+    "0.5b_lora": Case(**HALF, kl=True, lora=32),
     "0.5b_ppo": Case(**HALF, critic=True, kl=True),
     "0.5b_step": Case(**HALF, whole_step=True),
     "0.5b_long": Case(**LONG),
@@ -209,7 +216,7 @@ def case_on_this_rank(case: Case, device: str, folder: Path) -> dict[str, Any]:
     hand = dealt([len(part) for part in parts], learner.teams)[learner.team]
     layout = layout_of(config, device, ranks.size)
     plant = replace(
-        plant_of(config, (shape_at(str(folder)), None), layout, None),
+        plant_of(config, (shape_at(str(folder), config.model.lora), None), layout, None),
         micro_batches=tuple(micro_batch(parts[index], learner.policy) for index in hand),
         sampler=SamplerRoom(),
         batch_tokens=sum(map(len, parts)),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from posttrain.config import ConfigError, RLConfig
-from posttrain.loops.learner import needs_replica
+from posttrain.loops.learner import needs_replica, shares_reference, wants_reference
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
 from posttrain.runs.memory import ERROR_BAND, GIB, Estimate, Plant, estimate
 from posttrain.runs.model_shape import ModelShape
@@ -138,7 +138,7 @@ Shapes = tuple[ModelShape, ModelShape | None]
 
 def _shapes(config: RLConfig) -> Shapes:
     critic = config.critic.path if config.critic is not None else None
-    return shape_at(config.model.path), None if critic is None else shape_at(critic)
+    return shape_at(config.model.path, config.model.lora), None if critic is None else shape_at(critic)
 
 
 def _room(config: RLConfig, shapes: Shapes, device: str, size: int | None, ranks: int) -> Room:
@@ -171,9 +171,8 @@ def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
 
 def plant_of(config: RLConfig, shapes: Shapes, layout: Layout, size: int | None) -> Plant:
     """Everything that the estimate is made of. size: of the device, in bytes."""
-    algorithm = config.algorithm
     roles = Roles(
-        ref=algorithm.kl_coef > 0 or algorithm.measure_kl,
+        ref=wants_reference(config) and not shares_reference(config, layout.ranks),
         critic=config.critic is not None,
         copy=needs_replica(config, layout.ranks),
     )

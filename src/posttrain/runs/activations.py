@@ -36,7 +36,8 @@ def of_layer(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     rows = _rows(layout, batch)
     mlp = rows * shape.intermediate * layout.dtype_bytes * _mlp_copies(layout)
     gathered = rows * shape.experts_per_token * shape.hidden * layout.dtype_bytes  # tokens by expert
-    return shape.norms * rows * _norm(shape.hidden, layout) + _attention(shape, layout, batch) + mlp + gathered
+    between = rows * shape.adapter_width * layout.dtype_bytes
+    return shape.norms * rows * _norm(shape.hidden, layout) + _attention(shape, layout, batch) + mlp + gathered + between
 
 
 def of_last_layer(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
@@ -69,7 +70,7 @@ def of_head(shape: ModelShape, layout: Layout, batch: MicroBatch) -> tuple[int, 
     The gradient of the head is summed in float32 and then cast, whatever the dtype; logits live for a chunk.
     """
     width, read = layout.dtype_bytes, _split(batch.read, layout)
-    gradient = shape.embedding * 4
+    gradient = 0 if shape.adapters else shape.embedding * 4
     hidden = read * shape.hidden * width
     if keeps_probabilities(shape, layout, batch):
         return read * shape.vocabulary * 4, gradient + hidden
@@ -79,7 +80,7 @@ def of_head(shape: ModelShape, layout: Layout, batch: MicroBatch) -> tuple[int, 
         working = logits * width
     else:
         working = logits * 8 + (logits * 2 * width + shape.embedding * width if not layout.wide else 0)
-    cast = 0 if layout.wide else shape.embedding * width
+    cast = 0 if layout.wide or shape.adapters else shape.embedding * width
     return 12 * read, gradient + hidden + max(working, cast)
 
 

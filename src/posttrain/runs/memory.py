@@ -7,12 +7,14 @@ tests compare them with measured peaks. P parameters, N ranks, e bytes of a numb
     gradients     of one process: P e of a micro-batch, P 4 of the sums over several; on N ranks P 4 / N
     activations   `activations.py`
     gathered      on N ranks: what belongs to no layer, and two layers; all where layers stay gathered
+
+With adapters masters, moments and gradients are of these alone, and the weights that do not train are P e / N on N ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.runs import activations
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
@@ -80,7 +82,7 @@ class Plant:
 
     @property
     def critic_shape(self) -> ModelShape:
-        return self.critic or self.policy
+        return self.critic or replace(self.policy, adapters=0, adapter_width=0)
 
 
 def estimate(plant: Plant) -> Estimate:
@@ -94,7 +96,7 @@ def estimate(plant: Plant) -> Estimate:
     if plant.roles.critic:
         for batch in plant.micro_batches:
             moments.append(Moment("critic's backward", {**held, **_critic_update(plant, batch)}))
-    moments.append(Moment("optimizer step", {**held, "gradients": _sums(plant, plant.policy.parameters)}))
+    moments.append(Moment("optimizer step", {**held, "gradients": _sums(plant, plant.policy.trained)}))
     return Estimate(tuple(_largest_by_name(moments)), _outside(plant), _host(plant))
 
 
@@ -113,14 +115,16 @@ def _largest_by_name(moments: Sequence[Moment]) -> list[Moment]:
 def _held(plant: Plant) -> dict[str, int]:
     """In steady state, moments included."""
     shape, layout, roles = plant.policy, plant.layout, plant.roles
-    count, width, ranks = shape.parameters, layout.dtype_bytes, layout.ranks
+    trained, width, ranks = shape.trained, layout.dtype_bytes, layout.ranks
+    count = shape.parameters + shape.adapters
     parts: dict[str, int] = {}
     if layout.sharded:
-        parts["float32 masters (shards)"] = 0 if layout.offload else count * MASTER // ranks
+        parts["float32 masters (shards)"] = 0 if layout.offload else trained * MASTER // ranks
+        parts["weights that do not train (shards)"] = 0 if layout.offload else shape.frozen * width // ranks
     else:
         parts["policy"] = count * width
-        parts["float32 masters"] = 0 if layout.wide else count * MASTER
-    parts["moments of AdamW"] = 0 if layout.offload and layout.sharded else count * MOMENTS // ranks
+        parts["float32 masters"] = 0 if layout.wide else trained * MASTER
+    parts["moments of AdamW"] = 0 if layout.offload and layout.sharded else trained * MOMENTS // ranks
     parts["policy, whole, for the sampler"] = count * width if roles.copy else 0
     parts["reference"] = count * width // ranks if roles.ref and not (layout.offload and layout.sharded) else 0
     parts["critic, its masters and moments"] = _critic_held(plant)
@@ -180,9 +184,9 @@ def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, 
     kept, working = activations.of_head(shape, layout, batch)
     insides = activations.of_layers(shape, layout, batch) + activations.of_last_norm(shape, layout, batch)
     in_layer = insides + activations.computed_again(shape, layout, batch)
-    head = shape.embedding * layout.dtype_bytes  # its gradient
+    head = 0 if shape.adapters else shape.embedding * layout.dtype_bytes  # its gradient
     common = {"batch": plant.batch_tokens * BATCH_BYTES} | _gathered(shape, layout)
-    sums = 0 if first else _sums(plant, plant.policy.parameters)
+    sums = 0 if first else _sums(plant, plant.policy.trained)
     of_embedding = head * (2 if layout.sharded else int(shape.tied))  # beside the head's; untied it is a parameter's
     if layout.tensor_parallel > 1:  # of the whole, before each rank takes its part
         of_embedding += plant.policy.embedding * layout.dtype_bytes
@@ -195,17 +199,17 @@ def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, 
         "gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
     }
     at_the_end = common | {
-        "gradients": (_sums(plant, plant.policy.parameters) if layout.sharded else sums)
-        + _of_micro_batch(plant, shape.parameters),
+        "gradients": (_sums(plant, plant.policy.trained) if layout.sharded else sums)
+        + _of_micro_batch(plant, shape.trained),
         "activations": workers * activations.of_layer(shape, layout, batch),
         "gradient of the embedding": workers * of_embedding + _reducing_outside(shape, layout),
     }
-    summed = _sums(plant, plant.policy.parameters) * (0 if first and layout.wide and workers == 1 else 1)
+    summed = _sums(plant, plant.policy.trained) * (0 if first and layout.wide and workers == 1 else 1)
     return [
         ("backward: log-probs", in_log_probs),
         ("backward: last layer", in_last_layer),
         ("backward: end", at_the_end),
-        ("gradients summed", common | {"gradients": summed + _of_micro_batch(plant, shape.parameters)}),
+        ("gradients summed", common | {"gradients": summed + _of_micro_batch(plant, shape.trained)}),
     ]
 
 
@@ -251,12 +255,12 @@ def _gathered(shape: ModelShape, layout: Layout) -> dict[str, int]:
 
 def _reducing(shape: ModelShape, layout: Layout) -> int:
     """A layer's gradients, and their float32 copy on its way to the shards."""
-    return shape.layer_parameters * (layout.dtype_bytes + 4) if layout.sharded else 0
+    return shape.trained_layer * (layout.dtype_bytes + 4) if layout.sharded else 0
 
 
 def _reducing_outside(shape: ModelShape, layout: Layout) -> int:
     """What belongs to no layer is reduced last."""
-    return shape.outside * 4 if layout.sharded else 0
+    return shape.trained_outside * 4 if layout.sharded else 0
 
 
 # -- beside torch ------------------------------------------------------------------------------------------------------
@@ -279,8 +283,8 @@ def _host(plant: Plant) -> dict[str, int]:
     if plant.sampler.asleep_bytes:
         parts["another engine, asleep"] = plant.sampler.asleep_bytes
     if layout.offload and layout.sharded:
-        trained = shape.parameters + (plant.critic_shape.decoder_parameters if plant.roles.critic else 0)
-        frozen = shape.parameters * layout.dtype_bytes if plant.roles.ref else 0
+        trained = shape.trained + (plant.critic_shape.decoder_parameters if plant.roles.critic else 0)
+        frozen = (shape.frozen + (shape.parameters if plant.roles.ref else 0)) * layout.dtype_bytes
         shards = trained * (MASTER + MOMENTS + MASTER) + frozen
         parts["shards, moments and gradients"] = shards // layout.ranks
     return parts

@@ -22,6 +22,26 @@ class ModelShape:
     experts_per_token: int = 0  # 0: no experts
     parameters: int
     layer_parameters: int  # of the largest layer
+    adapters: int = 0  # numbers of adapters, which then train in the place of all parameters
+    adapter_width: int = 0  # numbers of a token between the factors of a layer's adapters
+
+    @property
+    def trained(self) -> int:
+        return self.adapters or self.parameters
+
+    @property
+    def trained_layer(self) -> int:
+        """Of a layer."""
+        return self.adapters // self.layers if self.adapters else self.layer_parameters
+
+    @property
+    def trained_outside(self) -> int:
+        """Of what belongs to no layer."""
+        return 0 if self.adapters else self.outside
+
+    @property
+    def frozen(self) -> int:
+        return self.parameters if self.adapters else 0
 
     @property
     def query_width(self) -> int:

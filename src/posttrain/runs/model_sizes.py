@@ -7,6 +7,7 @@ modules that would be loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,16 +15,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.runs.model_shape import ModelShape
-from posttrain.trainer.loading import ModelError, load_config, model_path
+from posttrain.trainer.loading import LoraConfig, ModelError, load_config, model_path
+from posttrain.trainer.lora import factor_sizes
 
 
 class UnknownSizes(ModelError):
     """What the estimate is made of is not known: of this architecture, or of the engine that divides the models."""
 
 
-def shape_at(path: str) -> ModelShape:
-    """Of the model at `path` (a directory, a packaged model or a hub id). Raises ModelError where there is none."""
-    return shape_of(load_config(model_path(path)))
+def shape_at(path: str, lora: LoraConfig | None = None) -> ModelShape:
+    """Of the model at `path` (a directory, a packaged model or a hub id), with adapters where `lora` says so.
+
+    Raises ModelError where there is none, and for adapters that do not fit it.
+    """
+    return shape_of(load_config(model_path(path)), lora)
 
 
 def shape_like(sizes: Mapping[str, Any]) -> ModelShape:
@@ -31,19 +36,24 @@ def shape_like(sizes: Mapping[str, Any]) -> ModelShape:
     return shape_of(AutoConfig.for_model(**sizes))
 
 
-def shape_of(config: Any) -> ModelShape:
+def shape_of(config: Any, lora: LoraConfig | None = None) -> ModelShape:
     """Of a transformers config."""
     text = config.get_text_config()
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
     try:
-        return _shape(module, config, text, layers)
+        shape = _shape(module, config, text, layers)
     except (AttributeError, ValueError) as error:
         raise UnknownSizes(
             f"{type(module).__name__} does not describe itself as Llama and its kin do ({error}): its memory cannot be "
             "estimated"
         ) from error
+    if lora is None:
+        return shape
+    factors = factor_sizes(module, lora)
+    numbers, width = sum(rank * (given + taken) for rank, given, taken in factors), sum(rank for rank, _, _ in factors)
+    return replace(shape, adapters=numbers, adapter_width=-(-width // shape.layers))
 
 
 def _shape(module: torch.nn.Module, config: Any, text: Any, layers: Sequence[torch.nn.Module]) -> ModelShape:

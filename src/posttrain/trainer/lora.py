@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -68,6 +69,21 @@ def target_words(module: nn.Module, config: LoraConfig) -> list[str]:
     return wanted
 
 
+def factor_sizes(module: nn.Module, config: LoraConfig) -> list[tuple[int, int, int]]:
+    """(rank, width of the input, width of the output) of every layer that gets an adapter. No weight is read."""
+    if config.path is None:
+        names, parts = target_words(module, config), module.named_modules()
+        head = module.get_output_embeddings()  # type: ignore[operator]
+        chosen = [part for n, part in parts if _is_called(n, names) and not _is_called(n, config.exclude_modules)]
+        layers = [part for part in chosen if isinstance(part, nn.Linear) and part is not head]
+        return [(config.rank, part.in_features, part.out_features) for part in layers]
+    _check_files(Path(config.path))
+    with safe_open(Path(config.path) / WEIGHTS, "pt") as file:
+        shapes: dict[str, list[int]] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    pairs = [(name, name.replace(".lora_A.", ".lora_B.")) for name in shapes if ".lora_A." in name]
+    return [(*shapes[a], shapes[b][0]) for a, b in pairs if b in shapes]
+
+
 def _is_called(layer: str, names: Iterable[str]) -> bool:
     return any(layer == name or layer.endswith(f".{name}") for name in names)
 
@@ -120,15 +136,19 @@ def _adapted(peft: Any, module: nn.Module, settings: Any, seed: int) -> nn.Modul
     return adapted.eval()
 
 
-def _settings_in(peft: Any, folder: Path, config: LoraConfig) -> Any:
-    """Those of the adapter in `folder`. Raises ModelError where the config says something else."""
-    where = f"model.lora.path = {folder}"
+def _check_files(folder: Path) -> None:
     for name in (ADAPTER_CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise ModelError(f"{where} has no {name}; give a directory that peft has written, with safetensors")
+            fix = "give a directory that peft has written, with safetensors"
+            raise ModelError(f"model.lora.path = {folder} has no {name}; {fix}")
+
+
+def _settings_in(peft: Any, folder: Path, config: LoraConfig) -> Any:
+    """Those of the adapter in `folder`. Raises ModelError where the config says something else."""
+    _check_files(folder)
     said = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if said.get("peft_type") != "LORA":
-        raise ModelError(f"{where} is of the kind {said.get('peft_type')}; only LORA trains here")
+        raise ModelError(f"model.lora.path = {folder} is of the kind {said.get('peft_type')}; only LORA trains here")
     own = {"rank": said["r"], "alpha": said["lora_alpha"], "rslora": said.get("use_rslora", False)}
     for key, value in own.items():
         wanted = getattr(config, key)

@@ -1,0 +1,73 @@
+"""Runs that train adapters: killed and resumed to the bit, and the same steps on one rank and on two."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.fleet import on_ranks, train
+from invariants.killing import GRPO, Life, Moment, live, remains
+from loops.toy import toy_config
+from posttrain.config import config_yaml
+
+from .steps import EXACT, SETTINGS, largest_gap, rows, tensors
+
+pytest.importorskip("peft")
+
+STEPS = 3
+LORA: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "model": {"lora": {"rank": 4, "alpha": 8}},
+    "batch": SETTINGS["batch"],
+    "optimizer": SETTINGS["optimizer"],
+    "algorithm": {"kl_coef": 0.01, "kl_in": "loss"},
+    "checkpoint": {"every": 2, "keep": 9},
+}
+KILLS = (Moment(point="trajectories are about to appear", count=3), Moment(point="draft has weights only"))
+
+
+def test_killed_and_resumed_is_bit_identical_to_never_killed(tmp_path: Path):
+    settings = (*GRPO, "model.lora.rank=4", "run.steps=4", "optimizer.lr=1e-3")
+    live(tmp_path / "whole", settings)
+    life = Life(tmp_path / "killed").lead(settings, KILLS)
+    assert len(life.kills) == len(KILLS)
+    whole, killed = remains(tmp_path / "whole"), remains(life.folder)
+    assert killed.differences(whole) == []
+    assert "adapter/adapter_model.safetensors" in whole.checkpoint
+    assert not any(name.endswith("/model.safetensors") or name == "model.safetensors" for name in whole.checkpoint)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """On one rank and on two; then the last step again on one, from the shards of two."""
+    base = tmp_path_factory.mktemp("adapters")
+    sharded = LORA["checkpoint"] | {"sharded": True, "background": True}
+    for count, settings in ((1, LORA), (2, LORA | {"checkpoint": sharded})):
+        (base / f"{count}").mkdir()
+        on_ranks(count, base / f"log{count}", train, toy_config(base / f"{count}", **settings))
+    shutil.copytree(base / "2", base / "2 to 1")
+    shutil.rmtree(base / "2 to 1" / "run" / "checkpoints" / f"step-{STEPS}")
+    again = toy_config(base / "2 to 1", **LORA)
+    (base / "2 to 1" / "run" / "config.yaml").write_text(config_yaml(again))
+    on_ranks(1, base / "log again", train, again)
+    return base
+
+
+@pytest.mark.parametrize("other", ["2", "2 to 1"])
+def test_ranks_take_the_steps_of_one(runs: Path, other: str):
+    """The reference is the base below the adapters on one rank, and a second copy of it, sharded, on two."""
+    one, two = rows(runs / "1"), rows(runs / other)
+    assert list(one) == list(two) == list(range(1, STEPS + 1))
+    for step in one:
+        for key in EXACT.keys() & one[step].keys():
+            assert two[step][key] == pytest.approx(one[step][key], abs=EXACT[key], rel=0), f"step {step}: {key}"
+        assert two[step]["gap/max"] < 1e-4
+    assert one[STEPS]["ref/kl"] > 1e-6 > abs(one[1]["ref/kl"])
+    ends = [runs / name / "run" / "checkpoints" / f"step-{STEPS}" for name in ("1", other)]
+    assert largest_gap(*ends) < 1e-6
+    trained = {name for name in tensors(ends[1]) if "adapter_model" in name}
+    moments = {name for name in tensors(ends[1]) if "exp_avg_sq" in name}
+    assert len(trained) == len(moments) > 0
