@@ -200,7 +200,9 @@ def generate(
 
 @app.command()
 def export(
-    target: Annotated[str, typer.Argument(help="A run directory, checkpoint, config file, or (with --config) adapter.")],
+    target: Annotated[
+        str, typer.Argument(help="A run directory, checkpoint, config file, or (with --config) adapter.")
+    ],
     out: Annotated[Path, typer.Argument(help="A new directory.")],
     config: Annotated[Path | None, typer.Option(help="Which names the model of an adapter.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step.")] = None,

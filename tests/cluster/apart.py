@@ -91,9 +91,11 @@ class Pooled:
 class Apart(Pooled):
     """The same with a policy on this side."""
 
-    def __init__(self, folder: Path, count: int, *, transport: str = "broadcast", **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, count: int, *, transport: str = "broadcast", model: ModelConfig = MODEL, **settings: Any
+    ) -> None:
         super().__init__(folder, ClusterConfig(samplers=count, **settings))
-        self.policy = Policy.from_config(MODEL)
+        self.policy = Policy.from_config(model)
         self.sampler = PoolSampler(self.pool)
         options = SamplerConfig.model_validate({"transport": transport})
         self.publisher = PoolPublisher(
@@ -105,7 +107,7 @@ class Apart(Pooled):
             logprobs=self._logprobs,
             folder=folder / "weights",
         )
-        begin = {"model": MODEL.model_dump(mode="json"), "sampler": options.model_dump(mode="json"), "engines": 1}
+        begin = {"model": model.model_dump(mode="json"), "sampler": options.model_dump(mode="json"), "engines": 1}
         self.pool.begin({"do": "begin", **begin, "manifest": as_json(self.publisher.manifest)})
         self.watch = Watch(self.pool.settings, (), self.pool)
         self.watch.waiting = self.sampler.waiting

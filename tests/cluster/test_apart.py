@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.apart import apart
+from cluster.apart import MODEL, apart
 from posttrain.cluster.pool import State
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
+from posttrain.trainer.loading import LoraConfig
 from posttrain.trainer.policy import Policy
 
 SHORT, LONG = SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=200)
@@ -100,6 +101,34 @@ def test_a_transfer_that_breaks_amid_requests_keeps_nobody_waiting(tmp_path: Pat
         assert 1 in {one.versions[-1] for one in found}
         assert run.replaced == [0]
     assert "version 1 of the weights: the process group broke" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+def test_adapters_come_alone_also_to_a_sampler_that_was_replaced(tmp_path: Path, transport: str):
+    """A scaling of 3: factors that were scaled on their way would not sample the very same."""
+    pytest.importorskip("peft")
+    model = MODEL.model_copy(update={"lora": LoraConfig(rank=4, alpha=12)})
+    with apart(tmp_path, 1, model=model, transport=transport) as run:
+        alone = NativeSampler(run.policy)
+
+        async def work() -> None:
+            trained = sum(parameter.numel() * 4 for _, parameter in run.policy.parameters())
+            await run.publisher.publish()
+            base = await asked(run.sampler)
+            with torch.no_grad():
+                for _, parameter in run.policy.parameters():
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            run.policy.version = 3
+            found = await run.publisher.publish()
+            assert found.bytes == trained < 4e5
+            assert found.probe_gap < 1e-4
+            same(await asked(run.sampler), await asked(alone))
+            assert [one.ids for one in await asked(run.sampler)] != [one.ids for one in base]
+            run.processes.kill(0)
+            same(await asked(run.sampler), await asked(alone))
+
+        asyncio.run(work())
+        assert run.replaced == [0]
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])

@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loops.toy import metric_rows, toy_config, trained, weights
-from posttrain.config import config_yaml
+from posttrain.config import RLConfig, config_yaml
 from posttrain.loops import rl
 from posttrain.runs.trajectories import read_trajectories
 from posttrain.trainer.loading import model_path
@@ -74,6 +75,15 @@ def test_an_engine_that_sleeps_while_trained_samples_the_same(run: rl.Run, level
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
 
 
+def by_command(folder: Path, config: RLConfig) -> list[dict[str, Any]]:
+    """The rows of a run by `posttrain rl`."""
+    (folder / "config.yaml").write_text(config_yaml(config))
+    command = [sys.executable, "-m", "posttrain", "rl", str(folder / "config.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     with Served(Path(model_path("tiny_search_base")), tmp_path / "log.txt").running() as server:
@@ -107,14 +117,31 @@ def test_a_run_trains_with_a_server_and_outlives_its_restart(
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
 
 
+def test_adapters_alone_reach_the_engine(tmp_path: Path) -> None:
+    run = trained(toy_config(tmp_path, sampler=SAMPLER, model={"lora": {"rank": 4, "alpha": 6}}))
+    first, second = metric_rows(run).values()
+    moved = sum(parameter.numel() * 4 for _, parameter in run.learner.policy.parameters())
+    assert (first["weights/bytes"], second["weights/bytes"]) == (3_485_696 + moved, moved)
+    for row in (first, second):
+        assert row["weights/probe_gap"] < 1e-4
+        assert row["gap/max"] < 1e-3
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+def test_vllm_beside_two_ranks_is_given_adapters_alone(tmp_path: Path, transport: str) -> None:
+    """Old log-probs are the trainer's: every rank computes its share of them."""
+    settings = {"cluster": {"samplers": 1}, "trainer": {"ranks": 2}, "run": {"steps": 3}}
+    lora = {"lora": {"rank": 4, "alpha": 6}}
+    config = toy_config(tmp_path, sampler=SAMPLER | {"transport": transport}, model=lora, **settings)
+    for row in by_command(tmp_path, config):
+        assert 0 < row["weights/probe_gap"] < 1e-4
+        assert row["weights/bytes"] < 3e5
+        assert row["gap/max"] < 1e-3
+
+
 def test_vllm_in_a_process_of_its_own(tmp_path: Path) -> None:
     """One rank and one sampler beside it, which gets the weights by broadcast."""
-    file = tmp_path / "config.yaml"
-    file.write_text(config_yaml(toy_config(tmp_path, sampler=SAMPLER, cluster={"samplers": 1})))
-    command = [sys.executable, "-m", "posttrain", "rl", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = by_command(tmp_path, toy_config(tmp_path, sampler=SAMPLER, cluster={"samplers": 1}))
     assert [row["train/policy_version"] for row in rows] == [1, 2]
     for row in rows:
         assert 0 < row["weights/probe_gap"] < 1e-4

@@ -197,7 +197,9 @@ def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     save_adapter(configured().module, tmp_path)
-    with pytest.raises(ModelError, match=r"is an adapter, without the model .* set model\.path to that model and model"):
+    with pytest.raises(
+        ModelError, match=r"is an adapter, without the model .* set model\.path to that model and model"
+    ):
         Policy.load(tmp_path, "cpu")
 
 

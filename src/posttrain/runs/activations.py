@@ -37,7 +37,7 @@ def of_layer(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     mlp = rows * shape.intermediate * layout.dtype_bytes * _mlp_copies(layout)
     gathered = rows * shape.experts_per_token * shape.hidden * layout.dtype_bytes  # tokens by expert
     between = rows * shape.adapter_width * layout.dtype_bytes
-    return shape.norms * rows * _norm(shape.hidden, layout) + _attention(shape, layout, batch) + mlp + gathered + between
+    return shape.norms * rows * _norm(shape, layout) + _attention(shape, layout, batch) + mlp + gathered + between
 
 
 def of_last_layer(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
@@ -46,7 +46,7 @@ def of_last_layer(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     if rows - read < rows / 10:  # not worth it
         return of_layer(shape, layout, batch)
     narrow = MicroBatch(rows=read, tokens=read, read=read)
-    keys = rows * _norm(shape.hidden, layout) + _keys(shape, layout, batch)
+    keys = rows * _norm(shape, layout) + _keys(shape, layout, batch)
     everywhere = rows * 2 * shape.query_width * width  # queries at their places, and what attention gives
     return keys + everywhere + of_layer(shape, layout, narrow) - _keys(shape, layout, narrow)
 
@@ -56,7 +56,7 @@ def of_last_norm(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     rows = min(batch.rows, batch.read) if layout.narrows else _rows(layout, batch)
     tables = 2 * _rows(layout, batch) * shape.head_size * layout.dtype_bytes
     read = _split(batch.read, layout) * shape.hidden * layout.dtype_bytes
-    return rows * _norm(shape.hidden, layout) + read + tables
+    return rows * _norm(shape, layout) + read + tables
 
 
 def keeps_probabilities(shape: ModelShape, layout: Layout, batch: MicroBatch) -> bool:
@@ -98,9 +98,12 @@ def _split(count: int, layout: Layout) -> int:
     return -(-count // layout.sequence_parallel)
 
 
-def _norm(size: int, layout: Layout) -> int:
-    """Per row: x and y; transformers' own besides keeps x in float32 and what it multiplies with the weight."""
-    return size * (2 * layout.dtype_bytes if layout.quick_norms else 4 + 2 * layout.dtype_bytes) + 4
+def _norm(shape: ModelShape, layout: Layout) -> int:
+    """Per row: x and y; transformers' own besides keeps x in float32 and, for a weight that trains, what it is multiplied
+    with."""
+    if layout.quick_norms:
+        return shape.hidden * 2 * layout.dtype_bytes + 4
+    return shape.hidden * (4 + layout.dtype_bytes * (1 if shape.adapters else 2)) + 4
 
 
 def _mlp_copies(layout: Layout) -> int:
@@ -115,7 +118,7 @@ def _attention(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     if layout.device == "cpu" or layout.sequence_parallel > 1:
         kept += rows * shape.query_width * width  # the result once more, as rows of the output projection
     if shape.query_norms:
-        per_number = width if layout.quick_norms else 4 + width
+        per_number = width if layout.quick_norms else 4 + (0 if shape.adapters else width)
         kept += rows * (shape.query_width + shape.key_width) * per_number
     return kept
 
