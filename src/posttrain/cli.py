@@ -200,22 +200,19 @@ def generate(
 
 @app.command()
 def export(
-    target: Annotated[
-        str, typer.Argument(help="A run directory, checkpoint, config file, or (with --config) adapter.")
-    ],
+    target: Annotated[str, typer.Argument(help="A run directory, a checkpoint, or (with --config) an adapter.")],
     out: Annotated[Path, typer.Argument(help="A new directory.")],
+    overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option(help="Which names the model of an adapter.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Of a run: latest, best or a step.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, e.g. model.dtype=bfloat16")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a model for any program in Hugging Face layout: adapters merged into it, and beside it in adapter/."""
     from posttrain.loops.export import export_target
     from posttrain.loops.target import find_target
 
-    found = find_target(target, settings or (), config=config, checkpoint=checkpoint)
-    size = export_target(found, out)
-    _show(as_json, {"out": str(out), "step": found.step, "bytes": size}, f"written to {out}: {size / 2**20:.1f} MiB")
+    size = export_target(find_target(target, overrides or (), config=config, checkpoint=checkpoint), out)
+    _show(as_json, {"out": str(out), "bytes": size}, f"written to {out}: {size / 2**20:.1f} MiB")
 
 
 @app.command()

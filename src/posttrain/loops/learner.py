@@ -258,8 +258,8 @@ def _optimizer(
 
 
 def _make_ref(config: RLConfig, policy: Policy, ranks: Ranks, sequence: SequenceGroup | None) -> Policy:
-    """What the run began with. Where it is sharded, frozen: in the dtype that it computes in, without room for moments; always by FSDP2, for
-    without an update there is nothing that backends do differently."""
+    """What the run began with. Where it is sharded, frozen: in the dtype that it computes in, without room for moments;
+    always by FSDP2, for without an update there is nothing that backends do differently."""
     if shares_reference(config, ranks.size):
         return policy.without_adapters(config.model)
     ref = Policy.from_config(config.model, seed=config.run.seed)

@@ -99,8 +99,7 @@ def _split(count: int, layout: Layout) -> int:
 
 
 def _norm(shape: ModelShape, layout: Layout) -> int:
-    """Per row: x and y; transformers' own besides keeps x in float32 and, for a weight that trains, what it is multiplied
-    with."""
+    """Per row: x and y; transformers' own besides x in float32 and, if the weight trains, what it multiplies."""
     if layout.quick_norms:
         return shape.hidden * 2 * layout.dtype_bytes + 4
     return shape.hidden * (4 + layout.dtype_bytes * (1 if shape.adapters else 2)) + 4

@@ -8,7 +8,7 @@ tests compare them with measured peaks. P parameters, N ranks, e bytes of a numb
     activations   `activations.py`
     gathered      on N ranks: what belongs to no layer, and two layers; all where layers stay gathered
 
-With adapters masters, moments and gradients are of these alone, and the weights that do not train are P e / N on N ranks.
+With adapters masters, moments and gradients are of these alone; weights that do not train are P e / N on N ranks.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ NO_WEIGHTS = -1
 
 
 class OwnCopy(NativeSampler):
-    """Samples from `model`, whose weights come by `load`; until then it refuses to sample. Of a model with adapters these
-    come alone.
+    """Samples from `model`, whose weights come by `load`; until then it refuses to sample.
+
+    Of a model with adapters these come alone.
 
     Takes the options of `NativeSampler`.
     """

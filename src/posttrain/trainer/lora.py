@@ -1,7 +1,7 @@
 """LoRA adapters in a model's layers, by peft, which is imported when a config asks for them.
 
-What trains, what a checkpoint holds and what travels to samplers are then the factors A and B only. A is drawn by a seed
-and B is 0: before the first step the model computes what it computes without adapters, to the bit.
+What trains, what a checkpoint holds and what travels to samplers are then the factors A and B only. A is drawn by a
+seed and B is 0: before the first step the model computes what it computes without adapters, to the bit.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def gathered_state(policy: Policy, *, keep: bool) -> dict[str, Tensor]:
 
 
 def factors_of(policy: Policy) -> Manifest:
-    """`manifest_of` of a policy with adapters, as `adapters.as_factors` makes it. Raises AdapterError as `adapter_of`."""
+    """`manifest_of` of a policy with adapters, as `as_factors` makes it. Raises AdapterError as `adapter_of` does."""
     adapter_of(policy.module)
     specs = manifest_of(policy).tensors.items()
     like = [(name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for name, spec in specs]

@@ -82,7 +82,7 @@ def test_an_export_loads_anywhere_and_every_command_takes_it(
     """By transformers; `eval`, `chat` and `generate` on the run, on the export, and on the adapter beside it."""
     command: Command = command_in(tmp_path, monkeypatch, capfd)
     said = json.loads(command("export", run.directory.path, "out", "--json").out)
-    assert said["step"] == 3
+    assert said["bytes"] > 3e6
     merged = AutoModelForCausalLM.from_pretrained("out").eval()
     ids = torch.arange(20, 40)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_an_export_loads_anywhere_and_every_command_takes_it(
     assert load_file("out/adapter/adapter_model.safetensors").keys() == load_file(kept).keys()
     assert "is there already" in command("export", run.directory.path, "out").refused()
 
-    world = write_config(tmp_path, SMALL_RUN)
+    world = write_config(tmp_path / "world.yaml", SMALL_RUN)
     write_rows(tmp_path / "asked.jsonl", [{"question": "Where was Bafi Gole born?"}])
     texts: dict[str, str] = {}
     for target in ("out", "out/adapter", str(run.directory.checkpoints / "step-3")):
@@ -103,7 +103,7 @@ def test_an_export_loads_anywhere_and_every_command_takes_it(
         texts[target] = json.loads(line)["text"]
         (tmp_path / "said.jsonl").unlink()
         chat = command("chat", target, "Where was Bafi Gole born?", "--config", world, "--json")
-        assert json.loads(chat.out)["turns"]
+        assert json.loads(chat.out)["question"] == "Where was Bafi Gole born?"
     assert len(set(texts.values())) == 1
 
 
