@@ -81,6 +81,7 @@ HEAVY = {
     "matplotlib",
     "tensorboard",
     "wandb",
+    "peft",
 } | {"trafilatura"}
 HEAVY |= {"math_verify", "numba"}
 MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
@@ -93,6 +94,7 @@ MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "sampler.vllm": {"vllm"},
     "cluster": {"ray"},
     "trainer.zero": {"deepspeed"},
+    "trainer.lora": {"peft"},
     "tools.mcp": {"fastmcp"},
 }
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from posttrain.trainer.loading import LoraConfig, ModelConfig, ModelError
 from posttrain.trainer.lora import save_adapter
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig
-from posttrain.trainer.policy import Policy
+from posttrain.trainer.policy import Policy, base_below, keep
 
 from .batches import ragged_batch
 from .models import tiny_policy
@@ -96,7 +96,7 @@ def test_adapters_have_the_dtype_of_their_layers_and_the_optimizer_their_masters
 
 def test_the_base_below_shares_the_weights_and_never_trains() -> None:
     policy, base = moved(configured()), Policy.load("tiny_search_base", "cpu", "float32")
-    below = policy.without_adapters(ModelConfig(path="tiny_search_base"))
+    below = base_below(policy, ModelConfig(path="tiny_search_base"))
     assert torch.equal(logprobs(below), logprobs(base))
     assert not torch.allclose(logprobs(policy), logprobs(base), atol=1e-2)
     assert below.parameters() == []
@@ -107,11 +107,11 @@ def test_the_base_below_shares_the_weights_and_never_trains() -> None:
 @pytest.mark.parametrize("how", [{}, {"alpha": 12, "rslora": True}, {"target_modules": ["q_proj", "mlp.up_proj"]}])
 def test_what_is_saved_is_what_is_loaded(how: dict[str, Any], tmp_path: Path) -> None:
     policy = moved(configured(**how))
-    policy.keep(tmp_path / "kept")
+    keep(policy, tmp_path / "kept")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["adapter"]
     again = configured(seed=9, path=str(tmp_path / "kept" / "adapter"), **how)
     assert torch.equal(logprobs(again), logprobs(policy))
-    again.keep(tmp_path / "again")
+    keep(again, tmp_path / "again")
     kept, kept_again = (
         {file.name: file.read_bytes() for file in (tmp_path / name / "adapter").iterdir()} for name in ("kept", "again")
     )
@@ -127,7 +127,7 @@ def test_a_state_of_before_is_saved_as_it_was(tmp_path: Path) -> None:
     policy = configured()
     state = policy.state()
     before = logprobs(policy)
-    moved(policy).keep(tmp_path, state=state)
+    keep(moved(policy), tmp_path, state=state)
     assert torch.equal(logprobs(configured(path=str(tmp_path / "adapter"))), before)
 
 

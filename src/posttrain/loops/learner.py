@@ -23,7 +23,7 @@ from posttrain.trainer.loading import ModelConfig, load_config, model_path, pick
 from posttrain.trainer.lora import ADAPTER
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.parallel import keep_freed_memory
-from posttrain.trainer.policy import Policy
+from posttrain.trainer.policy import Policy, base_below, keep
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
 from posttrain.trainer.sharding import copy_weights, let_go
@@ -261,7 +261,7 @@ def _make_ref(config: RLConfig, policy: Policy, ranks: Ranks, sequence: Sequence
     """What the run began with. Where it is sharded, frozen: in the dtype that it computes in, without room for moments;
     always by FSDP2, for without an update there is nothing that backends do differently."""
     if shares_reference(config, ranks.size):
-        return policy.without_adapters(config.model)
+        return base_below(policy, config.model)
     ref = Policy.from_config(config.model, seed=config.run.seed)
     if ranks.size > 1:
         ref.module.requires_grad_(False)
@@ -300,7 +300,7 @@ def staged(learner: Learner, tokenizer: Any = None) -> Callable[[Path], None]:
         policy = learner.sampled
         memory = json.dumps({"kl_coef": learner.kl_coef, "running": asdict(learner.running)})
         writes += [
-            lambda folder: policy.keep(folder, tokenizer, state),
+            lambda folder: keep(policy, folder, tokenizer, state),
             lambda folder: (folder / MEMORY_FILE).write_text(memory, encoding="utf-8"),
         ]
 

@@ -38,6 +38,8 @@ from posttrain.sampler.requests import (
 )
 from posttrain.sampler.stopping import Stops
 from posttrain.sampler.vllm_engine import adapter_request, sampling_params, start_engine, stop_engine
+from posttrain.trainer.loading import write_module
+from posttrain.trainer.lora import without_adapters
 from posttrain.trainer.policy import Policy
 from posttrain.weights.adapters import adapter_of, has_adapters
 from posttrain.weights.buckets import BUCKET_BYTES, Group, listen, open_group, send
@@ -99,7 +101,7 @@ class VllmSampler:
         self.model_config, self.dtype = transformers_config(policy), policy.dtype
         adapted = has_adapters(policy.module) and options.get("enable_lora", True)
         adapter = adapter_of(policy.module) if adapted else None
-        save = policy.save if adapter is None else policy.save_base
+        save = policy.save if adapter is None else lambda folder: write_module(without_adapters(policy.module), folder)
         try:
             self._engine = self._on_thread(lambda: start_engine(save, policy.dtype, options, adapter))
         except BaseException:

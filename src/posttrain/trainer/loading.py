@@ -175,6 +175,15 @@ def no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def write_module(module: Any, directory: Path, tokenizer: Any = None, state: dict[str, Any] | None = None) -> None:
+    """Hugging Face layout. state: these weights instead of the module's own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with no_progress_bars():
+        module.save_pretrained(directory, state_dict=state)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
 def build_module(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A randomly initialised model from a transformers config; seed torch first."""
     module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)

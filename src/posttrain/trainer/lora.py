@@ -81,7 +81,7 @@ def factor_sizes(module: nn.Module, config: LoraConfig) -> list[tuple[int, int, 
     with safe_open(Path(config.path) / WEIGHTS, "pt") as file:
         shapes: dict[str, list[int]] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     pairs = [(name, name.replace(".lora_A.", ".lora_B.")) for name in shapes if ".lora_A." in name]
-    return [(*shapes[a], shapes[b][0]) for a, b in pairs if b in shapes]
+    return [(shapes[a][0], shapes[a][1], shapes[b][0]) for a, b in pairs if b in shapes]
 
 
 def _is_called(layer: str, names: Iterable[str]) -> bool:

@@ -26,9 +26,9 @@ from posttrain.trainer.loading import (
     ModelError,
     build_module,
     load_module,
-    no_progress_bars,
     pick_device,
     pick_dtype,
+    write_module,
 )
 from posttrain.trainer.lora import ADAPTER, save_adapter, trained_state, with_adapters, without_adapters
 from posttrain.trainer.norms import quicken_norms
@@ -89,16 +89,6 @@ class Policy:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(build_module(config, place, pick_dtype(dtype, place)))
-
-    def without_adapters(self, config: ModelConfig) -> Policy:
-        """The base of one with adapters, on the very same weights and on the same device; it never trains.
-
-        config: how it is held.
-        """
-        base = Policy(without_adapters(self.module), version=0)
-        if _compiles(config, base.device):
-            compile_layers(base.module)
-        return base
 
     def shard(self, ranks: Ranks, config: TrainerConfig, sequence: SequenceGroup | None = None) -> None:
         """Spreads the parameters over `ranks`, in place: from now on every rank has to ask for log-probs, as often.
@@ -187,21 +177,7 @@ class Policy:
         if self.adapted:
             save_adapter(module, Path(directory) / ADAPTER)
             module = copy.deepcopy(module).merge_and_unload()  # merging in place could not be undone to the bit
-        _write(module, Path(directory), tokenizer, None)
-
-    def save_base(self, directory: str | Path) -> None:
-        """Of a model with adapters what is below them, in Hugging Face layout."""
-        _write(without_adapters(self.module), Path(directory), None, None)
-
-    def keep(self, directory: str | Path, tokenizer: Any = None, state: dict[str, Tensor] | None = None) -> None:
-        """What of it a checkpoint holds: as `save`, but of a model with adapters only these (and the tokenizer), in
-        `adapter/`. state: these weights instead of those of now."""
-        if self.adapted:
-            save_adapter(self.module, Path(directory) / ADAPTER, state)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(Path(directory) / ADAPTER)
-        else:
-            _write(self.module, Path(directory), tokenizer, state)
+        write_module(module, Path(directory), tokenizer)
 
     def _at_policy_tokens(
         self, batch: Batch, temperature: float, *, with_entropy: bool
@@ -229,12 +205,23 @@ def _compiles(config: ModelConfig, device: torch.device) -> bool:
     return device.type == "cuda" if config.compile == "auto" else config.compile
 
 
-def _write(module: Any, directory: Path, tokenizer: Any, state: dict[str, Tensor] | None) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    with no_progress_bars():
-        module.save_pretrained(directory, state_dict=state)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+def keep(policy: Policy, directory: str | Path, tokenizer: Any = None, state: dict[str, Tensor] | None = None) -> None:
+    """What of a policy a checkpoint holds: as `Policy.save`, but of one with adapters only these (and the tokenizer),
+    in `adapter/`. state: these weights instead of those of now."""
+    if policy.adapted:
+        save_adapter(policy.module, Path(directory) / ADAPTER, state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(Path(directory) / ADAPTER)
+    else:
+        write_module(policy.module, Path(directory), tokenizer, state)
+
+
+def base_below(policy: Policy, config: ModelConfig) -> Policy:
+    """The model below the adapters of a policy, on the very same weights; it never trains. config: how it is held."""
+    base = Policy(without_adapters(policy.module))
+    if _compiles(config, base.device):
+        compile_layers(base.module)
+    return base
 
 
 def packed_hidden_states(model: Any, batch: Batch, *, before_policy_only: bool = False) -> tuple[Tensor, Tensor]:
