@@ -32,6 +32,14 @@ SETTINGS: dict[str, Any] = {
     "critic": {"optimizer": {"lr": 1e-3, "eps": 1e-3}, "warmup_steps": 1},
     "checkpoint": {"every": 4, "keep": 9},
 }  # fmt: skip
+ADAPTERS: dict[str, Any] = {
+    "run": {"steps": 3},
+    "model": {"lora": {"rank": 4, "alpha": 8}},
+    "batch": SETTINGS["batch"],
+    "optimizer": SETTINGS["optimizer"],
+    "algorithm": {"kl_coef": 0.01, "kl_in": "loss"},
+    "checkpoint": {"every": 2, "keep": 9},
+}
 SHARDED = SETTINGS["checkpoint"] | {"sharded": True, "background": True}
 EXACT = {"train/loss": 1e-6, "critic/loss": 1e-6, "ref/kl": 1e-6, "train/entropy": 1e-6} | {
     "train/grad_norm": 2e-5,

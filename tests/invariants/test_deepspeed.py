@@ -19,7 +19,7 @@ from posttrain.loops.credit import Lesson
 from posttrain.loops.learner import Models
 from posttrain.runs.trajectories import read_trajectories
 
-from .steps import EXACT, SETTINGS, STEPS, config_in, largest_gap, rows, step_once, tensors
+from .steps import ADAPTERS, EXACT, SETTINGS, STEPS, config_in, largest_gap, rows, step_once, tensors
 
 pytest.importorskip("deepspeed")
 
@@ -112,3 +112,26 @@ def test_ranks_without_work_and_ranks_that_share_it(
     assert max(float((mine[name].double() - yours[name].double()).abs().max()) for name in mine) < close
     begun = tensors(tmp_path / "1" / "before")
     assert max(float((mine[name].double() - begun[name].double()).abs().max()) for name in begun) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that train adapters: on one rank, and on two."""
+    base = tmp_path_factory.mktemp("adapted")
+    for count, name, trainer in ((1, "one", {}), (2, "zero2", ZERO["zero2"]), (2, "zero3", ZERO["zero3"])):
+        (base / name).mkdir()
+        config = toy_config(base / name, **ADAPTERS | {"trainer": trainer})
+        on_ranks(count, base / f"log {name}", train, config)
+    return base
+
+
+@pytest.mark.parametrize("name", list(ZERO))
+def test_adapters_take_the_steps_of_one_process(adapted: Path, name: str):
+    one, two = rows(adapted / "one"), rows(adapted / name)
+    assert list(one) == list(two) == [1, 2, 3]
+    for step in one:
+        for key in EXACT.keys() & one[step].keys():
+            assert two[step][key] == pytest.approx(one[step][key], abs=EXACT[key], rel=0), f"step {step}: {key}"
+    ends = [adapted / run / "run" / "checkpoints" / "step-3" for run in ("one", name)]
+    assert largest_gap(*ends) < 1e-6
+    assert any("adapter_model" in key for key in tensors(ends[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,19 +12,11 @@ from invariants.killing import GRPO, Life, Moment, live, remains
 from loops.toy import toy_config
 from posttrain.config import config_yaml
 
-from .steps import EXACT, SETTINGS, largest_gap, rows, tensors
+from .steps import ADAPTERS, EXACT, largest_gap, rows, tensors
 
 pytest.importorskip("peft")
 
-STEPS = 3
-LORA: dict[str, Any] = {
-    "run": {"steps": STEPS},
-    "model": {"lora": {"rank": 4, "alpha": 8}},
-    "batch": SETTINGS["batch"],
-    "optimizer": SETTINGS["optimizer"],
-    "algorithm": {"kl_coef": 0.01, "kl_in": "loss"},
-    "checkpoint": {"every": 2, "keep": 9},
-}
+STEPS = ADAPTERS["run"]["steps"]
 KILLS = (Moment(point="trajectories are about to appear", count=3), Moment(point="draft has weights only"))
 
 
@@ -42,21 +33,24 @@ def test_killed_and_resumed_is_bit_identical_to_never_killed(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """On one rank and on two; then the last step again on one, from the shards of two."""
+    """On one rank, on two, and on two that share the rows of each micro-batch and compute activations again; then the
+    last step again on one, from the shards of two."""
     base = tmp_path_factory.mktemp("adapters")
-    sharded = LORA["checkpoint"] | {"sharded": True, "background": True}
-    for count, settings in ((1, LORA), (2, LORA | {"checkpoint": sharded})):
-        (base / f"{count}").mkdir()
-        on_ranks(count, base / f"log{count}", train, toy_config(base / f"{count}", **settings))
+    sharded = ADAPTERS["checkpoint"] | {"sharded": True, "background": True}
+    again = {"model": ADAPTERS["model"] | {"gradient_checkpointing": True}}
+    layouts = {"1": {}, "2": {"checkpoint": sharded}, "2 as one": {"trainer": {"sequence_parallel": 2}} | again}
+    for name, settings in layouts.items():
+        (base / name).mkdir()
+        on_ranks(int(name[0]), base / f"log {name}", train, toy_config(base / name, **ADAPTERS | settings))
     shutil.copytree(base / "2", base / "2 to 1")
     shutil.rmtree(base / "2 to 1" / "run" / "checkpoints" / f"step-{STEPS}")
-    again = toy_config(base / "2 to 1", **LORA)
-    (base / "2 to 1" / "run" / "config.yaml").write_text(config_yaml(again))
-    on_ranks(1, base / "log again", train, again)
+    config = toy_config(base / "2 to 1", **ADAPTERS)
+    (base / "2 to 1" / "run" / "config.yaml").write_text(config_yaml(config))
+    on_ranks(1, base / "log again", train, config)
     return base
 
 
-@pytest.mark.parametrize("other", ["2", "2 to 1"])
+@pytest.mark.parametrize("other", ["2", "2 as one", "2 to 1"])
 def test_ranks_take_the_steps_of_one(runs: Path, other: str):
     """The reference is the base below the adapters on one rank, and a second copy of it, sharded, on two."""
     one, two = rows(runs / "1"), rows(runs / other)
