@@ -130,7 +130,7 @@ def test_adapters_alone_reach_the_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
 def test_vllm_beside_two_ranks_is_given_adapters_alone(tmp_path: Path, transport: str) -> None:
     """Old log-probs are the trainer's: every rank computes its share of them."""
-    settings = {"cluster": {"samplers": 1}, "trainer": {"ranks": 2}, "run": {"steps": 3}}
+    settings = {"cluster": {"samplers": 1}, "trainer": {"ranks": 2}}
     lora = {"lora": {"rank": 4, "alpha": 6}}
     config = toy_config(tmp_path, sampler=SAMPLER | {"transport": transport}, model=lora, **settings)
     for row in by_command(tmp_path, config):
