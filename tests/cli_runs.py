@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -18,8 +19,8 @@ SMALL_RUN: dict[str, Any] = {
     "run": {"name": "small", "steps": 1},
     "model": {"path": "tiny_search_base"},
     "data": {
-        "train": [{"path": "posttrain.envs.tiny_world:train_rows", "options": {"seed": 0}}],
-        "eval": [{"path": "posttrain.envs.tiny_world:eval_rows", "options": {"seed": 0}}],
+        "train": [{"path": "posttrain.envs.tiny_world:train_rows", "options": {"seed": 0}, "limit": 32}],
+        "eval": [{"path": "posttrain.envs.tiny_world:eval_rows", "options": {"seed": 0}, "limit": 32}],
     },
     "env": {"name": "search", "options": {"max_turns": 3}},
     "retrieval": {"corpus": "posttrain.envs.tiny_world:passages", "corpus_options": {"seed": 0}, "top_k": 2},
@@ -53,8 +54,10 @@ def command_in(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     monkeypatch.chdir(folder)
     capfd.readouterr()
 
-    def run(*arguments: str | Path) -> Ran:
+    def run(*arguments: str | Path, typed: bytes = b"") -> Ran:
+        """typed: what stands on the standard input."""
         monkeypatch.setattr(sys, "argv", ["posttrain", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8", "surrogateescape"))
         code = 0
         try:
             main()

@@ -1,14 +1,46 @@
-"""Shared fixtures. Tests that read real data skip where the data folder is absent."""
+"""Shared fixtures, and the order of files. Tests that read real data skip where the data folder is absent."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+gc.disable()  # until everything is collected: millions of objects come into being, and none of them is garbage
 torch.set_num_threads(1)  # small operations stall with two OpenMP threads beside a busy process
+
+TESTS = Path(__file__).parent
+LONGEST_FIRST = (  # a long file that begins late has one core work alone in the end
+    "cluster/test_restart.py",
+    "invariants/test_resume.py",
+    "invariants/test_layouts.py",
+    "algorithms/test_mutations.py",
+    "loops/test_algorithms.py",
+    "cluster/test_commands.py",
+    "demo/test_demo.py",
+    "invariants/test_ranks.py",
+    "trainer/test_tensor.py",
+    "test_cli.py",
+    "cluster/test_on_ray.py",
+    "loops/test_ahead.py",
+    "loops/test_chat.py",
+    "loops/test_check.py",
+    "architecture/test_repository.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--no-loadscope-reorder` the workers of xdist take the files in this order."""
+    place = {TESTS / name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -276,7 +276,7 @@ def test_a_disk_that_is_full_is_told_and_the_run_can_go_on(
     assert (tmp_path / "r" / "checkpoints" / "step-1" / "manifest.json").is_file()
 
 
-def test_ctrl_c_leaves_a_run_that_goes_on_where_its_last_checkpoint_is(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_run_that_goes_on_where_its_last_checkpoint_is(command: Command, tmp_path: Path) -> None:
     write_config(tmp_path / "run.yaml", {"run": {"steps": 60, "dir": "r"}, "checkpoint": {"every": 1}})
     program = [sys.executable, "-m", "posttrain", "rl", "run.yaml"]
     run = subprocess.Popen(
@@ -298,8 +298,6 @@ def test_ctrl_c_leaves_a_run_that_goes_on_where_its_last_checkpoint_is(tmp_path:
     assert "Traceback" not in err
     config = (tmp_path / "r" / "config.yaml").read_text()
     (tmp_path / "r" / "config.yaml").write_text(config.replace("steps: 60", f"steps: {int(done[1]) + 1}"))
-    again = subprocess.run(
-        [sys.executable, "-m", "posttrain", "resume", "r", "--json"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout.splitlines()[-1])["step"] == int(done[1]) + 1
+    again = command("resume", "r", "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out.splitlines()[-1])["step"] == int(done[1]) + 1

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from cli_runs import command_in
 from posttrain.config import AlgorithmConfig, DataConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,13 +56,12 @@ def test_every_page_is_linked_from_the_readme():
     assert linked >= {page.name for page in PAGES[1:]} - {"results_270m.md"}
 
 
-def test_the_example_trains(tmp_path: Path):
+def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """The very files of the README, by the very command."""
     (tmp_path / "guess.py").write_text(block("python"), encoding="utf-8")
     (tmp_path / "guess.yaml").write_text(block("yaml"), encoding="utf-8")
-    command = [sys.executable, "-m", "posttrain", "rl", "guess.yaml", "run.steps=3", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = command_in(tmp_path, monkeypatch, capfd)("rl", "guess.yaml", "run.steps=3", "--json")
+    assert done.code == 0, done.err[-2000:]
     rows = (tmp_path / "runs" / "guess" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 3
     assert '"rollout/invalid": 0.0' in rows[-1]

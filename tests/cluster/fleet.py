@@ -15,7 +15,7 @@ from posttrain.cluster.start import mustered
 from posttrain.config import RLConfig
 from posttrain.loops import rl
 
-PRELOAD = ("posttrain.loops.rl", "transformers.models.qwen3.modeling_qwen3", "cluster.fleet", "deepspeed")
+PRELOAD = ("posttrain.loops.rl", "transformers.models.qwen3.modeling_qwen3", "cluster.fleet", "deepspeed", "frozen")
 SECONDS = 180
 
 

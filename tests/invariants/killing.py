@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import zlib
@@ -23,6 +22,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from posttrain.cli import main
 from posttrain.runs.checkpoint import CheckpointStore, KeepBest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +31,8 @@ STEPS = 6
 SMALL = (
     f"run.steps={STEPS}",
     "run.sinks=[]",
+    "data.train=[{path: 'posttrain.envs.tiny_world:train_rows', options: {seed: 0}, limit: 64}]",  # soon tokenised
+    "data.eval=[{path: 'posttrain.envs.tiny_world:eval_rows', options: {seed: 0}, limit: 64}]",
     "env.options.max_turns=1",
     "batch.prompts_per_step=2",
     "batch.samples_per_prompt=4",
@@ -67,7 +69,10 @@ PRELOAD = (
     "posttrain.loops.rl",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.conversion_mapping",
+    "omegaconf.vendor.antlr4.LL1Analyzer",
+    "posttrain.envs.tiny_world",
     "invariants.killing",
+    "frozen",
 )
 SECONDS = 120  # no trainer here needs as long
 
@@ -163,9 +168,7 @@ def go_on(folder: str, overrides: Sequence[str], moment: Moment) -> None:
     from posttrain.config import RLConfig, load_config
     from posttrain.loops import rl
 
-    log = os.open(f"{folder}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    _say_to(f"{folder}.out")
     if moment.seconds is None:
         die_at(moment)
     if (Path(folder) / "config.yaml").is_file():
@@ -193,10 +196,7 @@ def live(folder: Path, overrides: Sequence[str], moment: Moment = NEVER) -> bool
     process.join(moment.seconds if moment.seconds is not None else SECONDS)
     if moment.seconds is not None and process.exitcode is None:
         process.kill()
-    process.join(SECONDS)
-    if process.exitcode not in (0, -signal.SIGKILL):
-        raise AssertionError(f"the trainer ended with {process.exitcode}:\n{Path(f'{folder}.out').read_text()}")
-    return process.exitcode != 0
+    return _was_killed(process, folder)
 
 
 @dataclass
@@ -247,16 +247,35 @@ def by_command(folder: Path, overrides: Sequence[str], seconds: float | None = N
     """The same through `posttrain rl` and `posttrain resume`; kills the command after its run has lived `seconds`."""
     begun = (folder / "config.yaml").is_file()
     arguments = ["resume", folder] if begun else ["rl", RECIPE, *overrides, f"run.dir={folder}"]
-    command = [sys.executable, "-c", "from posttrain.cli import main; main()", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = server().Process(target=_command, args=(f"{folder}.out", ["posttrain", *map(str, arguments)]))
+    process.start()
     if seconds is not None:
-        _wait_until(lambda: process.poll() is not None or _locked_by(folder, process.pid))
+        _wait_until(lambda: process.exitcode is not None or _locked_by(folder, process.pid))
         time.sleep(seconds)
         process.kill()
-    output, _ = process.communicate(timeout=SECONDS)
-    if process.returncode not in (0, -signal.SIGKILL):
-        raise AssertionError(f"{arguments} ended with {process.returncode}:\n{output}")
-    return process.returncode != 0
+    return _was_killed(process, folder)
+
+
+def _command(log: str, words: list[str]) -> None:
+    """The command line, in a process that need not import anything any more."""
+    _say_to(log)
+    sys.argv = words
+    main()
+
+
+def _say_to(log: str) -> None:
+    """From now on this process prints to the end of a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+def _was_killed(process: Any, folder: Path) -> bool:
+    """Waits for the end; AssertionError with what it printed when that is of another kind."""
+    process.join(SECONDS)
+    if process.exitcode not in (0, -signal.SIGKILL):
+        raise AssertionError(f"the trainer ended with {process.exitcode}:\n{Path(f'{folder}.out').read_text()}")
+    return process.exitcode != 0
 
 
 def _locked_by(folder: Path, process: int) -> bool:

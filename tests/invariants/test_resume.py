@@ -7,14 +7,13 @@ are exempt; they have a file of their own. `benchmarks/kill.py` does the same wi
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from cli_runs import command_in
 from invariants.killing import (
     AT_EVERY_KIND,
     CONFIGS,
@@ -116,11 +115,16 @@ def test_the_comparison_is_of_something(whole: dict[str, tuple[Path, Remains, fl
         assert part in named
 
 
-def test_a_finished_run_says_so_and_changes_nothing(whole: dict[str, tuple[Path, Remains, float]]):
+def test_a_finished_run_says_so_and_changes_nothing(
+    whole: dict[str, tuple[Path, Remains, float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
     folder, before, _ = whole["grpo"]
-    command = [sys.executable, "-c", "from posttrain.cli import main; main()", "resume", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"finished: all {STEPS} steps are done" in done.stdout
+    done = command_in(tmp_path, monkeypatch, capfd)("resume", folder)
+    assert done.code == 0
+    assert f"finished: all {STEPS} steps are done" in done.out
     assert remains(folder).differences(before) == []
 
 

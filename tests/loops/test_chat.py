@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 from rich.text import Text
 
 from cases.parts import DownShelf, Shelf, byte_tokenizer
+from cli_runs import Command, command_in
 from posttrain.chat import Renderer
 from posttrain.config import ConfigError, EvalRunConfig, parse_config
 from posttrain.envs import SearchEnv
@@ -174,45 +172,32 @@ def test_asking_again_gives_the_same_reply(tiny):
     assert said == "".join(segment.text for segment in second.episode.segments)
 
 
-def posttrain(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    code = "from posttrain.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        input=text,
-        capture_output=True,
-        encoding="utf-8",
-        errors="surrogateescape",
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:surrogateescape"},
-    )
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return command_in(ROOT, monkeypatch, capfd)
 
 
-def test_the_command_reads_questions_until_the_end_of_the_file():
-    command = ("chat", "tiny_search_base", "--config", "recipes/tiny_search.yaml", "--json")
-    done = posttrain(*command, text="Where was Zofe born?\n\nWho?\n")
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["question"] for line in done.stdout.splitlines()] == ["Where was Zofe born?", "Who?"]
+CHAT = ("chat", "tiny_search_base", "--config", "recipes/tiny_search.yaml", "--json")
 
 
-def test_a_line_that_is_no_text_does_not_end_the_conversation():
-    command = ("chat", "tiny_search_base", "--config", "recipes/tiny_search.yaml", "--json")
-    done = posttrain(*command, text="first?\n\udcff?\nlast?\n")
-    assert [json.loads(line)["question"] for line in done.stdout.splitlines()] == ["first?", "last?"]
-    assert "lone UTF-16 surrogates" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.returncode == 1
+def test_the_command_reads_questions_until_the_end_of_the_file(command: Command):
+    done = command(*CHAT, typed=b"Where was Zofe born?\n\nWho?\n")
+    assert done.code == 0, done.err
+    assert [json.loads(line)["question"] for line in done.out.splitlines()] == ["Where was Zofe born?", "Who?"]
 
 
-def test_a_model_without_a_world_is_told_what_is_missing():
-    done = posttrain("chat", "tiny_search_base", "Where?")
-    assert done.returncode == 1
-    assert "add --config FILE.yaml" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_line_that_is_no_text_does_not_end_the_conversation(command: Command):
+    done = command(*CHAT, typed=b"first?\n\xff?\nlast?\n")
+    assert [json.loads(line)["question"] for line in done.out.splitlines()] == ["first?", "last?"]
+    assert "lone UTF-16 surrogates" in done.refused()
 
 
-def test_the_eval_command_ends_with_one_json_line(tmp_path):
-    done = posttrain(
+def test_a_model_without_a_world_is_told_what_is_missing(command: Command):
+    assert "add --config FILE.yaml" in command("chat", "tiny_search_base", "Where?").refused()
+
+
+def test_the_eval_command_ends_with_one_json_line(command: Command, tmp_path: Path):
+    done = command(
         "eval",
         "recipes/tiny_search.yaml",
         "eval.max_tasks=4",
@@ -221,8 +206,8 @@ def test_the_eval_command_ends_with_one_json_line(tmp_path):
         "--json",
         f"--out={tmp_path}",
     )
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout.splitlines()[-1])
+    assert done.code == 0, done.err
+    record = json.loads(done.out.splitlines()[-1])
     assert (record["tasks"], record["episodes"], record["out"]) == (4, 8, str(tmp_path))
     assert record["pass_at"].keys() == {"1", "2"}
     assert (tmp_path / "results.json").is_file()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from cli_runs import command_in
 from posttrain.config import ConfigError, RLConfig, load_config
 from posttrain.data.problems import DataError
 from posttrain.envs import SearchEnv
@@ -221,7 +220,8 @@ def test_a_form_of_ones_own(tmp_path):
         check(config, frame="x")
 
 
-def test_the_command_prints_a_table_or_json_and_fails_by_its_exit_code(tmp_path):
+def test_the_command_prints_a_table_or_json_and_fails_by_its_exit_code(tmp_path, monkeypatch, capfd):
+    command = command_in(tmp_path, monkeypatch, capfd)
     (tmp_path / "ok.jsonl").write_text('{"id": "1", "question": "Where?", "answer": "Doli"}\n')
     text = (
         "model: {path: tiny_search_base}\ndata: {train: ok.jsonl}\nreward: {name: NAME}\n"
@@ -229,9 +229,8 @@ def test_the_command_prints_a_table_or_json_and_fails_by_its_exit_code(tmp_path)
     )
     for name, code in (("em", 0), ("gsm8k", 1)):
         (tmp_path / "c.yaml").write_text(text.replace("NAME", name))
-        command = [sys.executable, "-m", "posttrain", "check", "c.yaml", "--json"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
-        record = json.loads(done.stdout.splitlines()[-1])
+        done = command("check", "c.yaml", "--json")
+        assert done.code == code, done.err
+        record = json.loads(done.out.splitlines()[-1])
         assert record["passed"] is (code == 0)
         assert record["audit"]["kinds"]["gold"]["count"] == 1
