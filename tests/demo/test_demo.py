@@ -15,7 +15,8 @@ from rich.console import Console
 
 from posttrain.cli import main
 from posttrain.config import RLConfig, load_config
-from posttrain.demo.command import demo, process_seconds, show_end
+from posttrain.demo.clock import process_seconds
+from posttrain.demo.command import demo, show_end
 from posttrain.demo.display import Display, cells_of
 from posttrain.demo.plot import PlotError, plot_run, read_metrics
 from posttrain.demo.train import RECIPE, DemoError, evaluate_again, run_demo
@@ -142,7 +143,7 @@ def test_on_a_terminal_the_table_lives():
 def test_seconds_count_from_the_start_of_the_process():
     code = (
         "import time; start = time.monotonic(); time.sleep(0.3)\n"
-        "from posttrain.demo.command import process_seconds\n"
+        "from posttrain.demo.clock import process_seconds\n"
         "print(process_seconds() - (time.monotonic() - start))"
     )
     before_the_first_line = float(subprocess.check_output([sys.executable, "-c", code], text=True))

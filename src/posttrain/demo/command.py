@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,13 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
+from posttrain.demo.clock import process_seconds
 from posttrain.demo.display import Display
 from posttrain.demo.plot import PlotError, plot_run
 from posttrain.demo.report import report_of, side_by_side
 from posttrain.demo.train import run_demo
 from posttrain.runs.plan import Plan
-
-LOADED = time.monotonic()
 
 
 def demo(seed: int, out: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
@@ -50,18 +47,3 @@ def show_end(out: Path, console: Console) -> None:
         plot = str(error)
     run = f"run: {out / 'run'} (metrics, trajectories, checkpoints)"
     console.print(f"\n{plot}\n{run}", highlight=False, markup=False, soft_wrap=True)
-
-
-def process_seconds() -> float:
-    """Seconds since this process started, interpreter and imports included.
-
-    Where the system does not tell: since this module was loaded.
-    """
-    since_loaded = time.monotonic() - LOADED
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, AttributeError, ValueError, IndexError):
-        return since_loaded
-    return age if since_loaded <= age < since_loaded + 600 else since_loaded
