@@ -2,7 +2,8 @@
 
 A fault replaces one piece of source text. The tests are collected once; for each fault a forked process puts the code
 of the changed source into the functions that were imported (no file is written) and runs tests/algorithms until the
-first failure, the module's own test file first. A fault that survives is a gap in the tests, or a fault that changes nothing:
+first failure: the module's own test file first, tests that search for examples last. A fault that survives is a gap in
+the tests, or a fault that changes nothing:
 then take it off the list.
 """
 
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-import hypothesis.strategies  # noqa: F401 -- imported once here, not in every child
+import hypothesis
+import hypothesis.strategies  # imported once here, not in every child
 import pytest
 import torch
 
@@ -456,12 +458,17 @@ class Planter:
 
     def run_tests(self, session: pytest.Session, fault: Fault) -> int:
         own = f"test_{OWN_TESTS.get(fault.module, fault.module)}.py"
-        items = sorted(session.items, key=lambda item: item.path.name != own)
+        items = sorted(session.items, key=lambda item: 0 if item.path.name == own else 1 + searches(item))
         for item, following in zip(items, [*items[1:], None], strict=True):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if session.testsfailed:
                 return 1
         return 0
+
+
+def searches(item: pytest.Item) -> bool:
+    """Whether a test looks for an example that breaks it, which takes long: who has one says so at once."""
+    return bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
 
 def verdict(status: int) -> str:
@@ -487,6 +494,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     options = parser.parse_args()
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    first_example = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # nobody looks for the smallest one
+    hypothesis.settings.register_profile("faults", phases=first_example, database=None)
+    hypothesis.settings.load_profile("faults")
     torch.set_num_threads(1)
     faults = [fault for fault in FAULTS if not options.only or options.only in str(fault)]
     for fault in faults:
