@@ -3,8 +3,7 @@
 A fault replaces one piece of source text. The tests are collected once; for each fault a forked process puts the code
 of the changed source into the functions that were imported (no file is written) and runs tests/algorithms until the
 first failure: the module's own test file first, tests that search for examples last. A fault that survives is a gap in
-the tests, or a fault that changes nothing:
-then take it off the list.
+the tests, or a fault that changes nothing: then take it off the list.
 """
 
 # ruff: noqa: E501 -- a fault is one line

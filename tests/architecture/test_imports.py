@@ -252,5 +252,5 @@ def test_slow_start_is_torch_and_transformers_not_us():
         "start = time.process_time()\nimport posttrain.config, posttrain.rollout\n"
         "print(time.process_time() - start)"
     )
-    seconds = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(2)]
-    assert min(seconds) < allowed(1.0)
+    seconds = (float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(2))
+    assert any(one < allowed(1.0) for one in seconds)  # the second time only where the first was too long
