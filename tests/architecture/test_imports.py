@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -106,14 +107,17 @@ def room(name: str) -> str:
     return next((prefix for prefix in prefixes if prefix in LAYERS), "")
 
 
-def imported(tree: ast.AST) -> Iterator[tuple[str, int]]:
+@cache
+def imported(tree: ast.AST) -> list[tuple[str, int]]:
     """(absolute module, line); `from a import b` gives a.b, which may be a module or a name in one."""
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative import"
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
 
 
 def test_every_module_has_a_layer(modules):

@@ -15,6 +15,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 
 import numpy as np
@@ -24,22 +25,18 @@ from posttrain.retrieval.analysis import Analyzer, needs_bigrams
 from posttrain.retrieval.offload import InThread
 from posttrain.retrieval.protocol import Passage, check_top_k
 
-try:
-    from posttrain.retrieval import bm25_numba
-except ImportError:  # numba is optional: numpy gives the same bits
-    bm25_numba = None
 
+def import_alone(name: str) -> ModuleType:
+    """A module, imported as if jax and numba were not installed.
 
-def import_without_jax(name: str) -> ModuleType:
-    """A module, imported as if jax were not installed.
-
-    Where it is, bm25s calls it while being imported, and jax then starts on the GPU and claims three quarters of its
-    memory, beside a model that needs it. What jax would do here (the top k of a query) is done by numpy below.
+    Where jax is, bm25s calls it while being imported, and jax then starts on the GPU and claims three quarters of its
+    memory, beside a model that needs it. numba makes every start a quarter of a second longer. What they would do here
+    (the top k of a query) is done below.
     """
     if name in sys.modules:
         return sys.modules[name]
     missing = object()
-    hidden = {key: sys.modules.get(key, missing) for key in ("jax", "jax.lax")}
+    hidden = {key: sys.modules.get(key, missing) for key in ("jax", "jax.lax", "numba")}
     sys.modules.update(dict.fromkeys(hidden))  # None makes `import` raise ImportError  # type: ignore[arg-type]
     try:
         return importlib.import_module(name)
@@ -50,7 +47,7 @@ def import_without_jax(name: str) -> ModuleType:
                 sys.modules[key] = module  # type: ignore[assignment]
 
 
-bm25s = import_without_jax("bm25s")
+bm25s = import_alone("bm25s")
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets DEBUG, which would show in every program that logs
 K1, B = 1.2, 0.6  # of passages about as long as each other; for long documents 1.5 and 0.75 are usual
 ENGLISH_STOP_WORDS: tuple[str, ...] = tuple(bm25s.stopwords.STOPWORDS_EN)
@@ -115,7 +112,9 @@ class BM25Retriever:
         self._cached_queries = cached_queries
         self._cache_lock = threading.Lock()
         self._queries_per_chunk = max(1, _CELLS_PER_CHUNK // len(passages))
-        self._compiled = bm25_numba is not None and len(passages) >= _COMPILED_FROM if compiled is None else compiled
+        if compiled is None:  # numba is optional: numpy gives the same bits
+            compiled = len(passages) >= _COMPILED_FROM and find_spec("numba") is not None
+        self._compiled = compiled
         self._thread = InThread(self.search)
         if self._compiled:
             self._search_compiled([[0]], 1)  # now, not in the first search: compiling takes seconds
@@ -180,11 +179,12 @@ class BM25Retriever:
         return found
 
     def _search_compiled(self, terms: list[list[int]], top_k: int) -> list[tuple[Passage, ...]]:
-        assert bm25_numba is not None
+        from posttrain.retrieval.bm25_numba import best_passages  # numba takes a quarter of a second to load
+
         scores = self._scores
         flat = np.array([term for query in terms for term in query], dtype=np.int64)
         starts = np.cumsum([0, *map(len, terms)])
-        rows, values, filled = bm25_numba.best_passages(
+        rows, values, filled = best_passages(
             scores.data, scores.indices, scores.indptr, flat, starts, len(self.passages), top_k
         )
         return [
