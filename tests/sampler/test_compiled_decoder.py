@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import posttrain.sampler
+from posttrain.sampler import compiled_decoder as compiled_decoder_module
 from posttrain.sampler.compiled_decoder import FEWEST, MOST_TOGETHER, Order, compiled_decoder
 from posttrain.sampler.draw import DrawSettings, draw
 from posttrain.sampler.lean_decoder import lean_decoder
@@ -109,6 +112,23 @@ def test_few_or_truncated_requests_go_through_torch() -> None:
     runs = together(*(play(sampler, prompt(9), params, seed=i) for i in range(FEWEST)))
     assert steps == [FEWEST] * 2
     assert all(len(run.sampled_ids[0]) == 3 for run in runs)
+
+
+def test_a_numba_that_does_not_load_is_told_and_torch_decodes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = NativeSampler(policy("llama"))
+    compiled_decoder_module.kernels.cache_clear()
+    monkeypatch.delitem(sys.modules, "posttrain.sampler.decode_numba")
+    monkeypatch.delattr(posttrain.sampler, "decode_numba")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    steps = counting(sampler, compiled=True)
+    runs = together(*(play(sampler, prompt(9), SamplingParams(max_new_tokens=3), seed=i) for i in range(FEWEST)))
+    compiled_decoder_module.kernels.cache_clear()
+    assert steps == []
+    assert all(len(run.sampled_ids[0]) == 3 for run in runs)
+    (record,) = caplog.records
+    assert "numba does not load" in record.message
 
 
 def test_broken_weights_are_noticed() -> None:

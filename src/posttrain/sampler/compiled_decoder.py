@@ -9,11 +9,13 @@ not pay.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from posttrain.sampler.kv_cache import KVCache
 from posttrain.sampler.lean_decoder import LeanDecoder
 from posttrain.sampler.requests import Request
 from posttrain.sampler.shared_prefix import families, row_of
+
+log = logging.getLogger(__name__)
 
 FEWEST = 16  # sequences
 MOST_TOGETHER = 16  # of a family: more do not fit in the cache of a core
@@ -71,6 +75,10 @@ class CompiledDecoder:
         self._known: tuple[list[Request], Order] | None = None
         self._known_scratch: tuple[tuple[int, tuple[int, ...]], tuple[Any, ...]] | None = None
 
+    def takes(self, count: int) -> bool:
+        """Whether a step of so many sequences is done here."""
+        return count >= FEWEST and kernels() is not None
+
     def order(self, requests: list[Request]) -> Order:
         """Looked for when others are decoded than in the last forward."""
         if self._known is None or self._known[0] != requests:
@@ -79,9 +87,8 @@ class CompiledDecoder:
 
     def hidden_states(self, order: Order) -> Tensor:
         """[R, K] last hidden states for the last token of each request, whose key and value are cached now."""
-        from posttrain.sampler.decode_numba import layer_step  # numba takes half a second to load
-
-        decoder = self._lean.decoder
+        found, decoder = kernels(), self._lean.decoder
+        assert found is not None
         self._find_weights()
         ends = torch.tensor([len(r.ids) for r in order.requests])
         places = (np.array([row_of(r) for r in order.requests]), ends.numpy(), order.families)
@@ -90,7 +97,7 @@ class CompiledDecoder:
         for index, layer in enumerate(decoder.layers):
             keys, values = (part.numpy() for part in self._cache.layer(index))
             how = self._lean.how[index]
-            layer_step(
+            found.layer_step(
                 self._sgemm,
                 x.numpy(),
                 turn,
@@ -104,14 +111,14 @@ class CompiledDecoder:
 
     def draw(self, requests: Sequence[Request], logits: Tensor) -> tuple[list[int], list[float]]:
         """(ids, log-probs) from logits [R, V], which are overwritten, of requests that do not truncate."""
-        from posttrain.sampler.decode_numba import draw_tokens
-
+        found = kernels()
+        assert found is not None
         temperatures = np.array([r.params.temperature or 1.0 for r in requests], np.float32)
         greedy = np.array([r.params.temperature == 0 for r in requests])
         streams = np.array([r.stream for r in requests])
         counts = np.array([r.generated for r in requests])
         ids, logprobs = np.empty(len(requests), np.int64), np.empty(len(requests))
-        draw_tokens(logits.numpy(), temperatures, greedy, streams, counts, ids, logprobs)
+        found.draw_tokens(logits.numpy(), temperatures, greedy, streams, counts, ids, logprobs)
         return ids.tolist(), logprobs.tolist()
 
     def _find_weights(self) -> None:
@@ -144,6 +151,17 @@ def compiled_decoder(lean: LeanDecoder | None, cache: KVCache) -> CompiledDecode
     if lean is None or sgemm is None or torch.get_num_threads() > 1 or find_spec("numba") is None:
         return None
     return CompiledDecoder(lean, cache, sgemm)
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """The compiled code; None, with a warning, where numba is installed and does not load. It takes half a second."""
+    try:
+        from posttrain.sampler import decode_numba
+    except Exception as error:  # a numba that is older than this numpy, or finds no place for what it compiles
+        log.warning("numba does not load (%s), so that decoding is not compiled: install another version of it", error)
+        return None
+    return decode_numba
 
 
 @cache

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from posttrain.sampler.cached_attention import CachedAttention, Chunk, ShapeProbe, SharedKeys
 from posttrain.sampler.cached_varlen import CachedVarlen
-from posttrain.sampler.compiled_decoder import FEWEST, compiled_decoder
+from posttrain.sampler.compiled_decoder import compiled_decoder
 from posttrain.sampler.decode_ahead import Columns, DecodeAhead
 from posttrain.sampler.draw import draw
 from posttrain.sampler.kv_cache import KVCache, LayerShape
@@ -361,7 +361,7 @@ class Engine:
 
     def _forward(self, step: _Step) -> Tensor:
         """[T, K] hidden states."""
-        if self._compiled is not None and not step.prefill and len(step.decode) >= FEWEST:
+        if self._compiled is not None and not step.prefill and self._compiled.takes(len(step.decode)):
             order = self._compiled.order(step.decode)
             step.decode = order.requests
             self._count(step, len(step.decode))
@@ -452,7 +452,7 @@ class Engine:
         return finished
 
     def _draw(self, requests: list[Request], logits: Tensor) -> tuple[list[int], list[float]]:
-        if self._compiled is not None and len(requests) >= FEWEST and all(map(_is_plain, requests)):
+        if self._compiled is not None and self._compiled.takes(len(requests)) and all(map(_is_plain, requests)):
             return self._compiled.draw(requests, logits)
         device = self.cache.device
         counters = torch.tensor([[r.stream for r in requests], [r.generated for r in requests]], device=device)
