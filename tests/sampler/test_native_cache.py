@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,17 +21,23 @@ def params(tokens: int = 8) -> SamplingParams:
 
 
 class Spy:
-    """Counts the tokens that really go through a policy, forward by forward."""
+    """Counts the tokens that really go through a sampler's policy, forward by forward."""
 
-    def __init__(self, watched: Policy) -> None:
+    def __init__(self, sampler: NativeSampler) -> None:
         self.sizes: list[int] = []
-        forward = forwarder(watched).hidden_states
+        watched = forwarder(sampler.policy)
+        watched.hidden_states = self._counting(watched.hidden_states, len)  # type: ignore[method-assign]
+        for decoder in (engine._compiled for engine in sampler.engines):
+            if decoder is not None:
+                count = self._counting(decoder.hidden_states, lambda order: len(order.requests))
+                decoder.hidden_states = count  # type: ignore[method-assign]
 
-        def hidden_states(token_ids: torch.Tensor, *rest: object) -> torch.Tensor:
-            self.sizes.append(len(token_ids))
-            return forward(token_ids, *rest)  # type: ignore[arg-type]
+    def _counting(self, forward: Callable[..., torch.Tensor], size: Callable[[Any], int]) -> Any:
+        def hidden_states(of: Any, *rest: Any) -> torch.Tensor:
+            self.sizes.append(size(of))
+            return forward(of, *rest)
 
-        forwarder(watched).hidden_states = hidden_states  # type: ignore[method-assign]
+        return hidden_states
 
     @property
     def tokens(self) -> int:
@@ -39,7 +47,7 @@ class Spy:
 def spied(**options: object) -> tuple[Policy, NativeSampler, Spy]:
     model = policy()
     sampler = NativeSampler(model, **options)  # type: ignore[arg-type]
-    return model, sampler, Spy(model)
+    return model, sampler, Spy(sampler)
 
 
 def test_the_prompt_of_a_group_is_computed_once() -> None:

@@ -35,7 +35,7 @@ def sizes_of_a_rollout(tool: Callable[[int], Awaitable[None]]) -> list[int]:
     """The number of tokens of every forward, for eight episodes of three turns."""
     model = policy()
     sampler = NativeSampler(model)
-    spy = Spy(model)
+    spy = Spy(sampler)
 
     async def episode(i: int) -> None:
         ids = prompt(20 + i % 3)
@@ -67,7 +67,7 @@ def test_the_same_on_a_loop_that_hides_its_queue(monkeypatch: pytest.MonkeyPatch
 def test_a_sequence_in_a_tool_call_costs_nothing() -> None:
     model = policy()
     sampler = NativeSampler(model)
-    spy = Spy(model)
+    spy = Spy(sampler)
 
     async def slow_tool() -> None:
         ids = prompt(20)

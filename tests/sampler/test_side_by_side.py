@@ -30,7 +30,7 @@ class TestContract(SamplerContract):
 def test_groups_stay_together_and_are_spread_evenly() -> None:
     model = policy()
     sampler = NativeSampler(model, workers=2)
-    spy = Spy(model)
+    spy = Spy(sampler)
     observations = [prompt(5)]
     groups = [
         play(sampler, prompt(30 + g), params(4), seed=i, session=f"{g}-{i}", observations=observations)

@@ -203,6 +203,7 @@ def forwarder(trainer: Policy) -> Any:
 
 
 async def steps(sampler: Any, count: int) -> None:
-    """Waits until the sampler has made that many forwards."""
+    """Waits until the sampler has made that many forwards. Engines on threads wait for an interpreter that spins."""
+    on_threads = len(getattr(sampler, "engines", ())) > 1
     while sampler.stats().steps < count:  # noqa: ASYNC110 - the engine has no event to wait for, by design
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001 if on_threads else 0)
