@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -80,6 +81,7 @@ class VllmServerSampler(ServerSampler):
         self._lives = 0  # of the server, as far as they were noticed
         self._renewing: asyncio.Task[Any] | None = None
         self._looking: asyncio.Lock
+        self._exchanging = threading.Lock()  # the mark here and the one there change together
         self._group: Group | None = None
         root = self.url.removesuffix("/v1")
         anew = httpx.Limits(max_keepalive_connections=0)  # after an error the server closes the connection
@@ -158,7 +160,7 @@ class VllmServerSampler(ServerSampler):
             if time.monotonic() - self._seen < RESTART_SECONDS:
                 return
             started = time.monotonic()
-            if await asyncio.to_thread(self._marked) == {self._mark}:
+            if await asyncio.to_thread(self._holds_what_it_was_given):
                 self._seen = started
                 return
             await self._renew()
@@ -181,8 +183,9 @@ class VllmServerSampler(ServerSampler):
         try:
             transfer()
             self.reset()
-            self._mark = f"{self._name}/{next(self._transfers)}"
-            self._rpc("posttrain_mark", self._mark)
+            with self._exchanging:
+                self._mark = f"{self._name}/{next(self._transfers)}"
+                self._rpc("posttrain_mark", self._mark)
         finally:
             self._order("POST", "/resume")
         self.version, self._seen = version, time.monotonic()
@@ -196,6 +199,10 @@ class VllmServerSampler(ServerSampler):
             group = open_group(store, rank=0, world=world, backend=self._backend)
             joined.result()
         return group
+
+    def _holds_what_it_was_given(self) -> bool:
+        with self._exchanging:
+            return self._marked() == {self._mark}
 
     def _marked(self) -> set[str | None]:
         return set(self._rpc("posttrain_marked"))
