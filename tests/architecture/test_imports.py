@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ LAYERS = {
     "trajectory": 0,
     "location": 0,
     "deadline": 0,
+    "numba_code": 0,
     "coerce": 0,
     "boundary": 0,
     "sandbox": 0,
@@ -197,14 +197,14 @@ OPTIONAL = HEAVY | {"rich", "torch"}  # torch: torch.utils.tensorboard
 
 
 def test_imports_stand_at_the_top(modules):
-    """Inside functions only optional extras, and our modules that need one (`*_numba`; `cuda_*`: Triton comes with
-    torch's builds for CUDA); in the cli also the commands, which would all be slow to start."""
+    """Inside functions only optional extras, and our modules that need one (`cuda_*`: Triton comes with torch's builds
+    for CUDA); in the cli also the commands, which would all be slow to start."""
     wrong = [
         f"{module.shown}:{line}: {target}"
         for module in modules
         if room(module.name) not in ("cli", "demo", "compat")
         for target, line in imports_inside_functions(module.tree)
-        if target.split(".")[0] not in OPTIONAL and not re.search(r"\.cuda_|_numba\b", target)
+        if target.split(".")[0] not in OPTIONAL and not any(part.startswith("cuda_") for part in target.split("."))
     ]
     assert not wrong, "move to the top:\n" + "\n".join(wrong)
 

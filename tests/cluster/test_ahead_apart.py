@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -10,24 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from cluster.apart import pooled
 from cluster.test_restart import assert_each_once
-from loops.toy import largest_change, metric_rows, rows, toy_config, trained, weights
+from loops.ahead import EPISODES, PATIENT, SECONDS, TWELVE, Killed, Patient, asked, assert_sampled_by, of_step
+from loops.toy import largest_change, metric_rows, toy_config, trained, weights
 from posttrain.algorithms import LOSSES
 from posttrain.cluster.pool import State
 from posttrain.config import RLConfig
-from posttrain.envs import Action, Observation, Step
 from posttrain.loops import rl
-from posttrain.packing import pack
-from posttrain.runs.trajectories import read_trajectories
-from posttrain.task import Task
-from posttrain.trajectory import Trajectory
-
-EPISODES, SECONDS = 8, 180.0
-TWELVE = rows([f"Who founded number {i}?" for i in range(12)])
 
 
 def configured(folder: Path, staleness: int | None, samplers: int = 1, **sections: Any) -> RLConfig:
@@ -45,15 +36,6 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < ends, "it did not happen"
         time.sleep(0.005)
-
-
-def of_step(run: rl.Run, step: int) -> list[Trajectory]:
-    return read_trajectories(run.directory.trajectories / f"step-{step:06d}.parquet")
-
-
-def asked(run: rl.Run) -> list[list[str]]:
-    """The tasks of each step, in order."""
-    return [list(dict.fromkeys(t.task_id for t in of_step(run, step))) for step in range(1, run.step + 1)]
 
 
 # ---------------------------------------------------------------- the law
@@ -79,33 +61,6 @@ def test_bound_0_is_the_synchronous_run_to_the_bit(tmp_path: Path):
 # ---------------------------------------------------------------- a sampler that comes amid training
 
 
-class Patient:
-    """Two turns; between them an episode of step 2 waits for `go`."""
-
-    stop_strings: tuple[str, ...] = ()
-    max_turns = 2
-    made = arrived = 0
-    go = threading.Event()
-
-    def __init__(self) -> None:
-        self.late = Patient.made >= EPISODES
-        self.turn = 0
-        Patient.made += 1
-
-    async def reset(self, task: Task) -> Observation:
-        return Observation()
-
-    async def step(self, action: Action) -> Step:
-        self.turn += 1
-        if self.turn == 1 and self.late:
-            Patient.arrived += 1
-            await asyncio.to_thread(Patient.go.wait, SECONDS)
-        return Step(observation=Observation(text=" more "), done=self.turn == 2)
-
-    async def close(self) -> None:
-        return None
-
-
 FIRST: list[Callable[[], None]] = []
 
 
@@ -127,7 +82,7 @@ def test_the_only_sampler_is_killed_and_the_next_one_gets_weights_that_were_publ
         "optimizer": {"lr": 1e-3},
         "limits": {"max_turns": 2},
     }
-    sections |= {"env": {"name": f"{__name__}:Patient"}, "algorithm": {"loss": f"{__name__}:watched_loss"}}
+    sections |= {"env": PATIENT, "algorithm": {"loss": f"{__name__}:watched_loss"}}
     config = configured(tmp_path, 1, **sections)
     with pooled(tmp_path, config.cluster) as (crew, beside):
         run = rl.start(config, crew=crew)
@@ -165,24 +120,7 @@ def test_the_only_sampler_is_killed_and_the_next_one_gets_weights_that_were_publ
     assert_sampled_by(run, second, {0: states[0], 2: states[1]})
 
 
-def assert_sampled_by(run: rl.Run, trajectories: list[Trajectory], states: dict[int, dict[str, Tensor]]) -> None:
-    """Every token has the log-prob that the weights of its version give it, and not that of the others'."""
-    batch, policy = pack(trajectories), run.learner.policy
-    for version, state in states.items():
-        with torch.no_grad():
-            for name, parameter in policy.parameters():
-                parameter.copy_(state[name])
-            gaps = (policy.logprobs(batch) - batch.rollout_logprobs).abs()
-        own = batch.loss_mask & (batch.policy_versions == version)
-        assert gaps[own].max() < 1e-4
-        assert gaps[batch.loss_mask & ~own].max() > 1e-3
-
-
 # ---------------------------------------------------------------- kills
-
-
-class Killed(Exception):
-    pass
 
 
 def test_what_ran_ahead_in_samplers_apart_survives_kills_of_a_sampler_and_of_the_run(tmp_path: Path):

@@ -6,9 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-from cluster.test_ahead_apart import EPISODES, configured
+from cluster.test_ahead_apart import configured
 from cluster.test_ahead_ranks import measured
 from cluster.test_restart import NEEDS_RAY, SECONDS, assert_each_once, begun, parent, samplers_of, wait_for
+from loops.ahead import EPISODES
 from posttrain.config import config_yaml
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from cluster.apart import Processes
 from cluster.fleet import free_port, on_ranks, train
-from cluster.test_ahead_apart import EPISODES, configured, until
+from cluster.test_ahead_apart import configured, until
 from cluster.test_restart import assert_each_once
+from loops.ahead import EPISODES
 from loops.toy import largest_change
 from posttrain.cluster.beside import CALLS, SECRET
 from posttrain.config import ConfigError, RLConfig

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -54,6 +55,13 @@ def config_in(folder: Path, **sections: Any) -> RLConfig:
 
 def rows(folder: Path) -> dict[int, dict[str, float]]:
     return {row["step"]: row for row in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())}
+
+
+def assert_exact(found: dict[str, float], expected: dict[str, float]) -> None:
+    """The metrics of a step that must not hang on how many take it."""
+    for key in EXACT.keys() & expected.keys():
+        message = f"step {expected['step']}: {key} is {found[key]}, expected {expected[key]}"
+        assert found[key] == pytest.approx(expected[key], abs=EXACT[key], rel=0), message
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

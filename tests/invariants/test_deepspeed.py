@@ -19,7 +19,7 @@ from posttrain.loops.credit import Lesson
 from posttrain.loops.learner import Models
 from posttrain.runs.trajectories import read_trajectories
 
-from .steps import ADAPTERS, EXACT, SETTINGS, STEPS, config_in, largest_gap, rows, step_once, tensors
+from .steps import ADAPTERS, EXACT, SETTINGS, STEPS, assert_exact, config_in, largest_gap, rows, step_once, tensors
 
 pytest.importorskip("deepspeed")
 
@@ -67,8 +67,7 @@ def test_p95_two_ranks_take_the_steps_of_one(runs: Path, backend: str) -> None:
     assert list(one) == list(two) == list(range(1, STEPS + 1))
     for step in one:
         assert one[step].keys() == two[step].keys()
-        for key in EXACT.keys() & one[step].keys():
-            assert two[step][key] == pytest.approx(one[step][key], abs=EXACT[key], rel=0), f"step {step}: {key}"
+        assert_exact(two[step], one[step])
         assert two[step].get("gap/max", 0) < 1e-4
     assert one[STEPS]["train/loss"] != one[STEPS - 1]["train/loss"]
     assert largest_gap(end_of(runs, "one"), end_of(runs, backend)) < 1e-6
@@ -130,8 +129,7 @@ def test_adapters_take_the_steps_of_one_process(adapted: Path, name: str):
     one, two = rows(adapted / "one"), rows(adapted / name)
     assert list(one) == list(two) == [1, 2, 3]
     for step in one:
-        for key in EXACT.keys() & one[step].keys():
-            assert two[step][key] == pytest.approx(one[step][key], abs=EXACT[key], rel=0), f"step {step}: {key}"
+        assert_exact(two[step], one[step])
     ends = [adapted / run / "run" / "checkpoints" / "step-3" for run in ("one", name)]
     assert largest_gap(*ends) < 1e-6
     assert any("adapter_model" in key for key in tensors(ends[1]))

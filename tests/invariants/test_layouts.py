@@ -18,7 +18,7 @@ from posttrain.loops.credit import Lesson
 from posttrain.loops.learner import Models
 from posttrain.runs.trajectories import read_trajectories
 
-from .steps import EXACT, SETTINGS, SHARDED, STEPS, config_in, largest_gap, rows, step_once
+from .steps import EXACT, SETTINGS, SHARDED, STEPS, assert_exact, config_in, largest_gap, rows, step_once
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -72,8 +72,7 @@ def test_p95_divided_layers_take_the_steps_of_one_process(base: Path, name: str)
     one, many = rows(base / "one"), rows(base / name)
     assert list(one) == list(many) == list(range(1, STEPS + 1))
     for step in one:
-        for key in EXACT.keys() & one[step].keys():
-            assert many[step][key] == pytest.approx(one[step][key], abs=EXACT[key], rel=0), f"step {step}: {key}"
+        assert_exact(many[step], one[step])
         assert many[step].get("gap/max", 0) < 1e-4
     ends = [base / run / "run" / "checkpoints" / f"step-{STEPS}" for run in ("one", name)]
     assert largest_gap(*ends) < 1e-6

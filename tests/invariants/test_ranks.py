@@ -18,7 +18,7 @@ from posttrain.loops.learner import Models
 from posttrain.runs.checkpoint import CheckpointStore
 from posttrain.runs.trajectories import read_trajectories
 
-from .steps import EXACT, SETTINGS, SHARDED, STEPS, config_in, largest_gap, rows, step_once, tensors
+from .steps import EXACT, SETTINGS, SHARDED, STEPS, assert_exact, config_in, largest_gap, rows, step_once, tensors
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,7 @@ def test_p95_two_ranks_take_the_steps_of_one(runs: Path):
     assert list(one) == list(two) == list(range(1, STEPS + 1))
     for step in one:
         assert one[step].keys() == two[step].keys()
-        for key in EXACT.keys() & one[step].keys():
-            assert two[step][key] == pytest.approx(one[step][key], abs=EXACT[key], rel=0), f"step {step}: {key}"
+        assert_exact(two[step], one[step])
         assert two[step]["train/policy_version"] == one[step]["train/policy_version"] == step - 1
         assert two[step].get("gap/max", 0) < 1e-4
     assert one[STEPS]["train/loss"] != one[STEPS - 1]["train/loss"]

@@ -8,36 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from loops.toy import largest_change, metric_rows, rows, toy_config, trained, weights
+from loops.ahead import EPISODES, PATIENT, TWELVE, Killed, Patient, asked, assert_sampled_by, of_step
+from loops.toy import largest_change, metric_rows, toy_config, trained, weights
 from posttrain.config import RLConfig
-from posttrain.envs import Action, Observation, Step
 from posttrain.loops import rl
 from posttrain.loops.ahead import Ahead, TooStale
 from posttrain.loops.background import Background
 from posttrain.loops.fill import Filled
-from posttrain.packing import pack
-from posttrain.runs.trajectories import read_trajectories
-from posttrain.task import Task
 from posttrain.trajectory import Trajectory
-
-EPISODES = 8  # of a step
-TWELVE = rows([f"Who founded number {i}?" for i in range(12)])
 
 
 def asynchronous(folder: Path, staleness: int | None, **sections: Any) -> RLConfig:
     sections = {"tasks": TWELVE, "run": {"steps": 5}, **sections}
     return toy_config(folder, sampling={"max_staleness": staleness}, **sections)
-
-
-def of_step(run: rl.Run, step: int) -> list[Trajectory]:
-    return read_trajectories(run.directory.trajectories / f"step-{step:06d}.parquet")
-
-
-def asked(run: rl.Run) -> list[list[str]]:
-    """The tasks of each step, in order."""
-    return [list(dict.fromkeys(t.task_id for t in of_step(run, step))) for step in range(1, run.step + 1)]
 
 
 # ---------------------------------------------------------------- the bound
@@ -95,35 +79,9 @@ def test_older_tokens_than_allowed_are_an_error():
 # ---------------------------------------------------------------- episodes that outlive weights
 
 
-class Patient:
-    """Two turns; between them an episode of step 2 waits until the weights of step 1 are published."""
-
-    stop_strings: tuple[str, ...] = ()
-    max_turns = 2
-    made = 0
-    published = threading.Event()
-
-    def __init__(self) -> None:
-        self.late = Patient.made >= EPISODES
-        self.turn = 0
-        Patient.made += 1
-
-    async def reset(self, task: Task) -> Observation:
-        return Observation()
-
-    async def step(self, action: Action) -> Step:
-        self.turn += 1
-        if self.turn == 1 and self.late:
-            await asyncio.to_thread(Patient.published.wait, 60)
-        return Step(observation=Observation(text=" more "), done=self.turn == 2)
-
-    async def close(self) -> None:
-        return None
-
-
 def test_an_episode_goes_on_under_new_weights_and_every_token_knows_its_own(tmp_path: Path):
-    Patient.published.clear()
-    env, limits = {"name": f"{__name__}:Patient"}, {"max_turns": 2}
+    Patient.go.clear()
+    env, limits = PATIENT, {"max_turns": 2}
     run = rl.start(asynchronous(tmp_path, 1, run={"steps": 2}, env=env, limits=limits, optimizer={"lr": 1e-3}))
     Patient.made = 0
     states = [weights(run)]
@@ -137,29 +95,17 @@ def test_an_episode_goes_on_under_new_weights_and_every_token_knows_its_own(tmp_
     run.close()
     second = of_step(run, 2)
     assert [sorted({v for v in t.policy_versions if v >= 0}) for t in second] == [[0, 1]] * EPISODES
-    batch, policy = pack(second), run.learner.policy
-    for version in (0, 1):
-        with torch.no_grad():
-            for name, parameter in policy.parameters():
-                parameter.copy_(states[version][name])
-            gaps = (policy.logprobs(batch) - batch.rollout_logprobs).abs()
-        written = batch.policy_versions == version
-        assert gaps[batch.loss_mask & written].max() < 1e-4, "what the turn was sampled with"
-        assert gaps[batch.loss_mask & ~written].max() > 1e-3
+    assert_sampled_by(run, second, dict(enumerate(states[:2])))
 
 
 def tell_when_published(run: rl.Run) -> None:
     assert run.learner.replica is not None
     while run.learner.replica.version < 1:
         threading.Event().wait(0.005)
-    Patient.published.set()
+    Patient.go.set()
 
 
 # ---------------------------------------------------------------- kills and errors
-
-
-class Killed(Exception):
-    pass
 
 
 def test_what_ran_ahead_of_a_kill_is_neither_lost_nor_counted_twice(tmp_path: Path):

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.retrieval import Passage
+from posttrain.numba_code import numba_code
+from posttrain.retrieval import Passage, bm25
 from posttrain.retrieval.bm25 import BM25Retriever
 
 from .servers import PEOPLE
@@ -132,6 +133,22 @@ def test_compiled_code_gives_the_bits_of_numpy(top_k: int):
     assert compiled._compiled
     assert not plain._compiled
     assert compiled.search(queries, top_k) == plain.search(queries, top_k)
+
+
+def test_a_numba_that_does_not_load_is_told_and_numpy_searches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    pytest.importorskip("numba", reason="numba is not installed")
+    world, queries = made_up_world(2000)
+    expected = BM25Retriever.from_passages(world).search(queries, 3)
+    numba_code.cache_clear()
+    monkeypatch.setitem(sys.modules, bm25.COMPILED, None)
+    monkeypatch.setattr(bm25, "_COMPILED_FROM", 1)
+    retriever = BM25Retriever.from_passages(world)
+    numba_code.cache_clear()
+    assert not retriever._compiled
+    assert retriever.search(queries, 3) == expected
+    assert ["numba does not load" in record.message for record in caplog.records] == [True]
 
 
 def test_a_large_search_leaves_the_event_loop_free(monkeypatch: pytest.MonkeyPatch):

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import posttrain.sampler
-from posttrain.sampler import compiled_decoder as compiled_decoder_module
-from posttrain.sampler.compiled_decoder import FEWEST, MOST_TOGETHER, Order, compiled_decoder
+from posttrain.numba_code import numba_code
+from posttrain.sampler.compiled_decoder import FEWEST, Order, compiled_decoder
 from posttrain.sampler.draw import DrawSettings, draw
 from posttrain.sampler.lean_decoder import lean_decoder
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.randomness import stream_of, uniforms
 from posttrain.sampler.requests import Request, SamplerError
+from posttrain.sampler.shared_prefix import MOST_MEMBERS
 
 from .tiny import PLAIN, Played, gap, play, policy, prompt, shaken, together
 
@@ -118,13 +119,13 @@ def test_a_numba_that_does_not_load_is_told_and_torch_decodes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = NativeSampler(policy("llama"))
-    compiled_decoder_module.kernels.cache_clear()
+    numba_code.cache_clear()
     monkeypatch.delitem(sys.modules, "posttrain.sampler.decode_numba")
     monkeypatch.delattr(posttrain.sampler, "decode_numba")
     monkeypatch.setitem(sys.modules, "numba", None)
     steps = counting(sampler, compiled=True)
     runs = together(*(play(sampler, prompt(9), SamplingParams(max_new_tokens=3), seed=i) for i in range(FEWEST)))
-    compiled_decoder_module.kernels.cache_clear()
+    numba_code.cache_clear()
     assert steps == []
     assert all(len(run.sampled_ids[0]) == 3 for run in runs)
     (record,) = caplog.records
@@ -153,12 +154,12 @@ def request(ids: list[int]) -> Request:
 
 
 def test_those_that_begin_alike_stand_together_in_pieces_that_fit_the_cache() -> None:
-    one = [request([1, 2, 3, i]) for i in range(MOST_TOGETHER + 2)]
+    one = [request([1, 2, 3, i]) for i in range(MOST_MEMBERS + 2)]
     two = [request([7, 8, i]) for i in range(2)]
     alone = request([5, 5])
     order = Order.of([one[0], two[0], alone, *one[1:], two[1]], sharing=True)
     table = [tuple(row) for row in order.families.tolist()]
-    assert [last - first for first, last, _ in table] == [MOST_TOGETHER, 2, 2, 1]
+    assert [last - first for first, last, _ in table] == [MOST_MEMBERS, 2, 2, 1]
     assert [shared for *_, shared in table] == [3, 3, 2, 0]
     for first, last, shared in table:
         assert len({tuple(r.ids[:shared]) for r in order.requests[first:last]}) == 1

@@ -15,12 +15,12 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.numba_code import may_compile, numba_code
 from posttrain.retrieval.analysis import Analyzer, needs_bigrams
 from posttrain.retrieval.offload import InThread
 from posttrain.retrieval.protocol import Passage, check_top_k
@@ -49,6 +49,7 @@ def import_alone(name: str) -> ModuleType:
 
 bm25s = import_alone("bm25s")
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets DEBUG, which would show in every program that logs
+COMPILED = "posttrain.retrieval.bm25_numba"
 K1, B = 1.2, 0.6  # of passages about as long as each other; for long documents 1.5 and 0.75 are usual
 ENGLISH_STOP_WORDS: tuple[str, ...] = tuple(bm25s.stopwords.STOPWORDS_EN)
 LANGUAGE_SAMPLE = 256  # passages that decide whether the corpus is of a script without spaces
@@ -113,7 +114,7 @@ class BM25Retriever:
         self._cache_lock = threading.Lock()
         self._queries_per_chunk = max(1, _CELLS_PER_CHUNK // len(passages))
         if compiled is None:  # numba is optional: numpy gives the same bits
-            compiled = len(passages) >= _COMPILED_FROM and find_spec("numba") is not None
+            compiled = len(passages) >= _COMPILED_FROM and may_compile() and numba_code(COMPILED) is not None
         self._compiled = compiled
         self._thread = InThread(self.search)
         if self._compiled:
@@ -179,12 +180,12 @@ class BM25Retriever:
         return found
 
     def _search_compiled(self, terms: list[list[int]], top_k: int) -> list[tuple[Passage, ...]]:
-        from posttrain.retrieval.bm25_numba import best_passages  # numba takes a quarter of a second to load
-
+        code = numba_code(COMPILED)
+        assert code is not None
         scores = self._scores
         flat = np.array([term for query in terms for term in query], dtype=np.int64)
         starts = np.cumsum([0, *map(len, terms)])
-        rows, values, filled = best_passages(
+        rows, values, filled = code.best_passages(
             scores.data, scores.indices, scores.indptr, flat, starts, len(self.passages), top_k
         )
         return [

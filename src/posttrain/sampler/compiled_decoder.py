@@ -9,11 +9,9 @@ not pay.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,15 +22,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from posttrain.numba_code import may_compile, numba_code
 from posttrain.sampler.kv_cache import KVCache
 from posttrain.sampler.lean_decoder import LeanDecoder
 from posttrain.sampler.requests import Request
-from posttrain.sampler.shared_prefix import families, row_of
-
-log = logging.getLogger(__name__)
+from posttrain.sampler.shared_prefix import MOST_MEMBERS, families, pieces, row_of
 
 FEWEST = 16  # sequences
-MOST_TOGETHER = 16  # of a family: more do not fit in the cache of a core
 FAR = 1 << 62  # a window that sees everything
 NOTHING = np.empty(0, np.float32)
 
@@ -49,9 +45,9 @@ class Order:
     @classmethod
     def of(cls, requests: Sequence[Request], *, sharing: bool) -> Order:
         parts = [
-            (family.members[i : i + MOST_TOGETHER], family.shared)
+            (members, family.shared)
             for family in (families(requests) if sharing else [])
-            for i in range(0, len(family.members), MOST_TOGETHER)
+            for members in pieces(family.members)
         ]
         together = {id(r) for members, _ in parts for r in members}
         parts += [([r], 0) for r in requests if id(r) not in together]
@@ -134,7 +130,7 @@ class CompiledDecoder:
             _, heads, capacity, width = cache
             block, mlp = layer.self_attn, layer.mlp.gate_proj.out_features
             queries, keys = block.q_proj.out_features, block.k_proj.out_features
-            together = MOST_TOGETHER * queries // (heads * width)
+            together = MOST_MEMBERS * queries // (heads * width)
             shapes = [
                 (rows, block.q_proj.in_features), (rows, queries), (rows, queries), (rows, keys), (rows, keys),
                 (rows, mlp), (rows, mlp), (together, width), (together, width), (together, capacity),
@@ -148,20 +144,13 @@ def compiled_decoder(lean: LeanDecoder | None, cache: KVCache) -> CompiledDecode
     """None where torch has to do it: see the module's docstring. With several threads torch's own operations are
     faster."""
     sgemm = sgemm_address()
-    if lean is None or sgemm is None or torch.get_num_threads() > 1 or find_spec("numba") is None:
+    if lean is None or sgemm is None or torch.get_num_threads() > 1 or not may_compile():
         return None
     return CompiledDecoder(lean, cache, sgemm)
 
 
-@cache
 def kernels() -> ModuleType | None:
-    """The compiled code; None, with a warning, where numba is installed and does not load. It takes half a second."""
-    try:
-        from posttrain.sampler import decode_numba
-    except Exception as error:  # a numba that is older than this numpy, or finds no place for what it compiles
-        log.warning("numba does not load (%s), so that decoding is not compiled: install another version of it", error)
-        return None
-    return decode_numba
+    return numba_code("posttrain.sampler.decode_numba")
 
 
 @cache

@@ -15,7 +15,7 @@ from posttrain.sampler.requests import Request
 from posttrain.sampler.slots import common_prefix
 
 WORTH_SHARING = 1024  # keys (of a head) that need not be read in a step; below it, sharing costs more than it saves
-MOST_MEMBERS = 16  # of a family in a `Grouping`; larger ones are cut, so that the small ones need little padding
+MOST_MEMBERS = 16  # of a piece of a family: small ones need little padding, large ones fit in the cache of a core
 MOST_PADDING = 3  # places of a `Grouping` per row
 
 
@@ -65,7 +65,7 @@ def grouping(requests: Sequence[Request]) -> Grouping | None:
     best: Grouping | None = None
     most = WORTH_SHARING
     for tokens in {min(family.shared, low) for family in found}:
-        parts = [part for family in found if family.shared >= tokens for part in _parts(family.members)]
+        parts = [part for family in found if family.shared >= tokens for part in pieces(family.members)]
         saved = tokens * sum(len(part) - 1 for part in parts)
         if saved >= most:
             best, most = Grouping(tokens, parts), saved
@@ -76,7 +76,8 @@ def grouping(requests: Sequence[Request]) -> Grouping | None:
     return every if every.width * len(every.members) <= MOST_PADDING * len(requests) else None
 
 
-def _parts(members: list[Request]) -> Iterator[list[Request]]:
+def pieces(members: list[Request]) -> Iterator[list[Request]]:
+    """At most MOST_MEMBERS each."""
     for start in range(0, len(members), MOST_MEMBERS):
         yield members[start : start + MOST_MEMBERS]
 

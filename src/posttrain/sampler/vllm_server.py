@@ -135,7 +135,7 @@ class VllmServerSampler(ServerSampler):
         self, tensors: Sequence[tuple[str, Tensor]], version: int, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         """As `load_files`, by broadcasts to all workers: gloo, or NCCL from a GPU to others."""
-        if self._group is None or self._marked() != {self._mark}:
+        if self._group is None or not self._holds_what_it_was_given():
             self._group = self._meet()
         group, self._group = self._group, None  # should the transfer fail, all have to meet anew
         with ThreadPoolExecutor(1, "weights") as sender:  # everybody takes part at the same time

@@ -51,8 +51,7 @@ def with_adapters(module: nn.Module, config: LoraConfig, *, seed: int) -> nn.Mod
 
 def target_words(module: nn.Module, config: LoraConfig) -> list[str]:
     """Names of layers that get adapters, as peft takes them. Raises ModelError for one that fits no linear layer."""
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    layers = [n for n, part in module.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    layers = _layers_below_head(module)
     words = sorted({layer.rpartition(".")[2] for layer in layers})
     for key in ("target_modules", "exclude_modules"):
         named = getattr(config, key)
@@ -72,16 +71,20 @@ def target_words(module: nn.Module, config: LoraConfig) -> list[str]:
 def factor_sizes(module: nn.Module, config: LoraConfig) -> list[tuple[int, int, int]]:
     """(rank, width of the input, width of the output) of every layer that gets an adapter. No weight is read."""
     if config.path is None:
-        names, parts = target_words(module, config), module.named_modules()
-        head = module.get_output_embeddings()  # type: ignore[operator]
-        chosen = [part for n, part in parts if _is_called(n, names) and not _is_called(n, config.exclude_modules)]
-        layers = [part for part in chosen if isinstance(part, nn.Linear) and part is not head]
-        return [(config.rank, part.in_features, part.out_features) for part in layers]
+        wanted = target_words(module, config)
+        layers = _layers_below_head(module).items()
+        chosen = [part for n, part in layers if _is_called(n, wanted) and not _is_called(n, config.exclude_modules)]
+        return [(config.rank, part.in_features, part.out_features) for part in chosen]
     _check_files(Path(config.path))
     with safe_open(Path(config.path) / WEIGHTS, "pt") as file:
         shapes: dict[str, list[int]] = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     pairs = [(name, name.replace(".lora_A.", ".lora_B.")) for name in shapes if ".lora_A." in name]
     return [(shapes[a][0], shapes[a][1], shapes[b][0]) for a, b in pairs if b in shapes]
+
+
+def _layers_below_head(module: nn.Module) -> dict[str, nn.Linear]:
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    return {n: part for n, part in module.named_modules() if isinstance(part, nn.Linear) and part is not head}
 
 
 def _is_called(layer: str, names: Iterable[str]) -> bool:
