@@ -15,6 +15,7 @@ from torch import Tensor
 from posttrain.sampler.cuda_attention import decode_attention, splits_for
 from posttrain.sampler.cuda_draw import draw_and_advance
 from posttrain.sampler.decode_ahead import POSITION, TOKEN, Columns
+from posttrain.sampler.joined_decoder import joined_decoder
 from posttrain.sampler.kv_cache import KVCache
 from posttrain.trainer.fused import head_product
 from posttrain.trainer.policy import Policy, head_of
@@ -79,6 +80,7 @@ class CudaGraphs:
 
     def __init__(self, policy: Policy, cache: KVCache, columns: Columns) -> None:
         self._policy = policy
+        self._decoder = joined_decoder(policy) or policy
         self._cache = cache
         self._columns = columns
         self._captured: dict[int, _Captured] = {}
@@ -124,7 +126,7 @@ class CudaGraphs:
     def _step(self, size: int, out: Tensor) -> None:
         state = self._columns.state[:, :size]
         attention = DecodeAttention(self._cache, state[: POSITION + 1])
-        hidden = self._policy.hidden_states(state[TOKEN], state[POSITION], attention)[0]
+        hidden = self._decoder.hidden_states(state[TOKEN], state[POSITION], attention)[0]
         head = head_of(self._policy.module)
         logits = head_product(hidden, head.weight, head.bias)
         draw_and_advance(logits, self._columns.temperatures[:size], state[POSITION:], out, self._policy.rule)

@@ -1,0 +1,201 @@
+"""The decoder of the plainest architectures, written out for decode steps on a GPU.
+
+A product of 128 rows takes as long as a launch and a pass over its weights, whatever its width: three of query, key and
+value take 12 us where one takes 4 (H100, hidden size 896). So the weights of products that have the same input become
+neighbours in memory: the parameters stay what they are, as parts of one tensor, and updates in place are seen by both.
+Everything between two attentions is one function, which a compiler makes one kernel of between any two products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from posttrain.sampler.lean_decoder import How, Trial, is_plain
+from posttrain.trainer.attention import AttentionContext
+from posttrain.trainer.policy import Policy
+
+Turn = tuple[Tensor, Tensor]  # cosine and signed sine of the rotary positions, [R, 1, D] each
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """x -> x weight^T + bias, of one linear layer or of several with the same input, one below the other."""
+
+    parts: tuple[nn.Linear, ...]
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, *parts: nn.Linear) -> Product:
+        biases = [part.bias for part in parts]
+        return cls(parts, _joined([part.weight for part in parts]), None if biases[0] is None else _joined(biases))
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the parameters are still where they were put."""
+        return self.parts[0].weight.data_ptr() == self.weight.data_ptr()
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer, and the norm that comes after it."""
+
+    attended: Product  # query, key, value
+    out: Product
+    gated: Product  # gate, up
+    down: Product
+    head_norms: tuple[Tensor, Tensor] | None
+    norm: Tensor
+    next_norm: Tensor
+    head_dim: int
+    key_heads: int
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.attended, self.out, self.gated, self.down
+
+    @classmethod
+    def of(cls, layer: Any, next_norm: Any) -> Layer:
+        block, mlp = layer.self_attn, layer.mlp
+        norms = (block.q_norm.weight, block.k_norm.weight) if hasattr(block, "q_norm") else None
+        return cls(
+            attended=Product.of(block.q_proj, block.k_proj, block.v_proj),
+            out=Product.of(block.o_proj),
+            gated=Product.of(mlp.gate_proj, mlp.up_proj),
+            down=Product.of(mlp.down_proj),
+            head_norms=norms,
+            norm=layer.post_attention_layernorm.weight,
+            next_norm=next_norm.weight,
+            head_dim=block.head_dim,
+            key_heads=block.k_proj.out_features // block.head_dim,
+        )
+
+
+class JoinedDecoder:
+    """Stands in for `Policy.hidden_states`; its steps may be captured in CUDA graphs."""
+
+    def __init__(self, decoder: Any, how: dict[int, How], *, compiled: bool) -> None:
+        self._decoder = decoder
+        self._how = how
+        self._layers: list[Layer] = []
+        self._before: Callable[..., tuple[Tensor, Tensor, Tensor]] = before_attention
+        self._after: Callable[..., tuple[Tensor, Tensor]] = after_attention
+        if compiled:
+            self._before, self._after = torch.compile(before_attention), torch.compile(after_attention)
+        self._find_weights()
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        """[1, R, K] last hidden states of one row of R tokens."""
+        self._find_weights()
+        decoder = self._decoder
+        eps = decoder.norm.variance_epsilon
+        x = F.embedding(token_ids, decoder.embed_tokens.weight)
+        turn = _turn(*(part[0, :, None] for part in decoder.rotary_emb(x[None], positions[None])))
+        y = normed(x, decoder.layers[0].input_layernorm.weight, eps)
+        for index, layer in enumerate(self._layers):
+            _of_any_length(x, y, *turn)
+            heads = (layer.head_dim, layer.key_heads)
+            query, key, value = self._before(y, turn, layer.attended.operands, layer.head_norms, heads, eps)
+            how = self._how[index]
+            mixed = attention.attend(
+                index, *_by_head(query, key, value), scaling=how.scaling, sliding_window=how.sliding_window
+            )[0]
+            _of_any_length(mixed)
+            further = tuple(product.operands for product in layer.products[1:])
+            x, y = self._after(x, mixed, further, (layer.norm, layer.next_norm), eps)
+        return y[None]
+
+    def _find_weights(self) -> None:
+        """Once, and again if parameters have been given memory of their own since."""
+        if self._layers and all(product.in_place for layer in self._layers for product in layer.products):
+            return
+        layers = list(self._decoder.layers)
+        following = [layer.input_layernorm for layer in layers[1:]] + [self._decoder.norm]
+        self._layers = [Layer.of(layer, norm) for layer, norm in zip(layers, following, strict=True)]
+
+
+def joined_decoder(policy: Policy) -> JoinedDecoder | None:
+    """None where the modules have to do it: another architecture, adapters or hooks, or other numbers at a trial."""
+    if not is_plain(policy):
+        return None
+    trial = Trial(policy)
+    compiled = any(layer._compiled_call_impl is not None for layer in policy.decoder.layers)  # type: ignore[union-attr]
+    decoder = JoinedDecoder(policy.decoder, trial.how, compiled=compiled)
+    return decoder if trial.agrees(decoder) else None
+
+
+def before_attention(
+    y: Tensor,  # [R, K]
+    turn: Turn,
+    product: tuple[Tensor, Tensor | None],
+    head_norms: tuple[Tensor, Tensor] | None,
+    heads: tuple[int, int],  # size of a head, heads of keys
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # [R, H, D], [R, Hkv, D], [R, Hkv, Dv]
+    head_dim, key_heads = heads
+    every = F.linear(y, *product).view(y.shape[0], -1, head_dim)
+    count = every.shape[1] - 2 * key_heads
+    query, key, value = every.split([count, key_heads, key_heads], dim=1)
+    if head_norms is not None:
+        query, key = normed(query, head_norms[0], eps), normed(key, head_norms[1], eps)
+    both = torch.cat([query, key], dim=1)
+    both = both * turn[0] + both.roll(head_dim // 2, -1) * turn[1]
+    return both[:, :count], both[:, count:], value
+
+
+def after_attention(
+    x: Tensor,  # [R, K]
+    mixed: Tensor,  # [R, H, Dv]
+    products: tuple[tuple[Tensor, Tensor | None], ...],  # output, gate and up, down
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """[R, K] the residual stream, and its norm for what comes next."""
+    out, gated, down = products
+    x = x + F.linear(mixed.flatten(1), *out)
+    gate, up = F.linear(normed(x, norms[0], eps), *gated).chunk(2, dim=-1)
+    x = x + F.linear(F.silu(gate) * up, *down)
+    return x, normed(x, norms[1], eps)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, in float32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def _turn(cos: Tensor, sin: Tensor) -> Turn:
+    half = sin.shape[-1] // 2
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+
+
+def _by_head(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[R, H, D] -> [1, H, R, D]"""
+    return tuple(tensor.transpose(0, 1)[None] for tensor in tensors)
+
+
+def _of_any_length(*tensors: Tensor) -> None:
+    """One compilation for every number of rows."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor, of which they are parts from now on, with the same values."""
+    if len(parameters) == 1:
+        return parameters[0].detach()
+    with torch.inference_mode(False), torch.no_grad():
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+            parameter.data = part
+    return joined
