@@ -14,6 +14,8 @@ from typing import Any
 
 from posttrain.task import Abstain, Outcome
 
+MOST_LOGPROB = 1e-4  # what rounding may make of 0
+
 
 class Source(IntEnum):
     """Who wrote a token."""
@@ -132,9 +134,10 @@ class Trajectory:
         versions = [version] * len(ids) if isinstance(version, int) else list(version)
         if not len(ids) == len(logprobs) == len(versions):
             raise TrajectoryError(f"{len(ids)} ids, {len(logprobs)} log-probs and {len(versions)} versions must align")
-        for position, logprob in enumerate(logprobs):
-            check_logprob(logprob, position)
-        if any(v < 0 for v in versions):
+        if not _are_logprobs(logprobs):
+            for position, logprob in enumerate(logprobs):
+                check_logprob(logprob, position)
+        if min(versions, default=0) < 0:
             raise TrajectoryError(f"policy versions must be >= 0, got {min(versions)}")
         self.token_ids.extend(ids)
         self.source.extend([Source.POLICY] * len(ids))
@@ -172,13 +175,19 @@ class Trajectory:
             raise TrajectoryError("the trajectory is closed: rewards or streams were already attached")
 
 
+def _are_logprobs(values: Sequence[float | None]) -> bool:
+    """`check_logprob` of all of them, at the speed of builtins: a sum is finite only if all its parts are."""
+    known = [value for value in values if value is not None]
+    return len(known) == len(values) and math.isfinite(sum(known)) and max(known, default=0.0) <= MOST_LOGPROB
+
+
 def check_logprob(logprob: float | None, position: int) -> None:
     """A missing log-prob is an error, never 0.0."""
     if logprob is None or math.isnan(logprob):
         raise TrajectoryError(f"token {position} was sampled but its log-prob is missing ({logprob})")
     if logprob == -math.inf:
         raise TrajectoryError(f"token {position} was sampled, so its probability cannot be 0 (log-prob -inf)")
-    if logprob > 1e-4:
+    if logprob > MOST_LOGPROB:
         raise TrajectoryError(f"token {position}: a log-prob cannot be positive, got {logprob}")
 
 

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-LIMIT = 1e-3 if torch.cuda.is_available() else 1e-5  # of log-probs, in float32
+LIMIT = 1e-2 if torch.cuda.is_available() else 1e-5  # of log-probs, in float32
 OPEN: dict[str, ModelCase] = {}
 
 
@@ -54,9 +54,11 @@ def _closed_at_the_end() -> Iterator[None]:
 def made(family: str) -> ModelCase:
     model = policy(family, configs=WIDE_CONFIGS)
     sampler = VllmSampler(model, tokenizer(), truncation="allow", kv_cache_memory_bytes=1 << 27)
-    publisher = Publisher(model, sampler)
-
-    asyncio.run(publisher.publish())
+    try:
+        asyncio.run(Publisher(model, sampler).publish())
+    except BaseException:
+        sampler.close()
+        raise
     case = tiny_case(sampler, model, lambda: sampler.load(weights_of(model), model.version))
     return replace(case, tolerance=LIMIT)
 

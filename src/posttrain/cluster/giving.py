@@ -39,7 +39,7 @@ from posttrain.weights.adapters import adapter_of, as_factors, write_adapter
 from posttrain.weights.buckets import Group, listen, open_group, send_in_order
 from posttrain.weights.gather import factors_of, gathered, manifest_of, write_files
 from posttrain.weights.manifest import Manifest
-from posttrain.weights.publish import MAX_GAP, PROBE_PARAMS, Published, WeightError, probe_batch, probe_prompt
+from posttrain.weights.publish import PROBE_PARAMS, Published, WeightError, probe_batch, probe_prompt, usual_gap
 
 log = logging.getLogger("posttrain")
 ATTEMPTS = 5
@@ -275,7 +275,7 @@ class PoolPublisher:
         prompt = probe_prompt(int(self.policy.config.get_text_config().vocab_size))
         batch = probe_batch(prompt, list(found.values()))
         gap = (self.logprobs(batch) - batch.rollout_logprobs).abs().where(batch.loss_mask, torch.tensor(0.0))
-        limit = self.settings.max_probe_gap or MAX_GAP.get(self.policy.dtype, max(MAX_GAP.values()))
+        limit = self.settings.max_probe_gap or usual_gap(self.policy)
         gaps = [float(part.max()) for part in gap.split(batch.lengths)]
         for member, largest in zip(found, gaps, strict=True):
             if not largest <= limit:  # NaN, too

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.algorithms import LOSSES
 from posttrain.algorithms.kl import adapted_kl_coef, bounded, straight_through
@@ -26,7 +26,7 @@ from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy, base_below, keep
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
-from posttrain.trainer.sharding import copy_weights, let_go
+from posttrain.trainer.sharding import before_backward, copy_weights, let_go
 from posttrain.trainer.shards_on_disk import read_shards, write_shards
 from posttrain.trainer.zero import ZeroOptimizer
 from posttrain.weights.gather import gathered_state
@@ -137,6 +137,11 @@ class Learner:
         if self.replica is not None and self.replica.version != self.policy.version:
             copy_weights(self.policy.module, self.replica.module)
             self.replica.version = self.policy.version
+
+    def before_backward(self, module: nn.Module, *, last: bool) -> None:
+        """See `sharding.before_backward`; with layers that are let go of, every pass is a last one."""
+        if not self.config.trainer.reshard_after_forward:
+            before_backward(module, last=last)
 
     def let_go(self) -> None:
         """See `sharding.let_go`."""

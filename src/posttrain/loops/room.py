@@ -152,8 +152,6 @@ def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
     """Of a process of `ranks`."""
     model, trainer = config.model, config.trainer
     half = model.dtype == "bfloat16" or (model.dtype == "auto" and device == "cuda")
-    compiled = device == "cuda" if model.compile == "auto" else bool(model.compile)
-    compiled = compiled and trainer.tensor_parallel == 1
     return Layout(
         device="cuda" if device == "cuda" else "cpu",
         dtype_bytes=2 if half else 4,
@@ -163,7 +161,7 @@ def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
         offload=trainer.offload,
         reshard_after_forward=trainer.reshard_after_forward,
         gradient_checkpointing=model.gradient_checkpointing,
-        compiled=compiled,
+        compiled=model.compiles_on(device) and trainer.tensor_parallel == 1,
         grouped_keys=VARLEN_TAKES_GQA or device == "cpu",
         workers=1 if device == "cuda" or ranks > 1 else config.batch.cpu_workers,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.loops.learner import Learner
 from posttrain.packing import Batch, segment_bins, select
@@ -49,24 +49,30 @@ def forward_together(
     return ranks.sum(out if learner.speaks else torch.zeros_like(out))
 
 
-def descend_together(learner: Learner, loss_of: Callable[[Learner, Batch], Tensor], parts: Sequence[Batch]) -> float:
+def descend_together(
+    learner: Learner, loss_of: Callable[[Learner, Batch], Tensor], parts: Sequence[Batch], module: nn.Module
+) -> float:
     """Forward and backward of every micro-batch on one of the ranks; returns the loss of all of them.
 
-    What `loss_of` keeps as streams is then known to every rank.
+    What `loss_of` keeps as streams is then known to every rank. module: what learns.
     """
     ranks, losses = learner.ranks, torch.zeros(len(parts), dtype=torch.float64)
     hands = dealt([len(part) for part in parts], learner.teams)
     mine = hands[learner.team]
     given = set(parts[0].streams)
     done = [parts[index] for index in mine]
-    for index in mine:
+    idle = _idle(hands, learner.team)
+    for number, index in enumerate(mine):
         loss = loss_of(learner, parts[index])
+        learner.before_backward(module, last=number + 1 == len(mine) + idle)
         loss.backward()
         losses[index] = loss.detach()
-    for _ in range(_idle(hands, learner.team)):
+    for number in range(idle):
         nothing = _shortest(min(parts, key=len))
         nothing.weights = torch.zeros(len(nothing), device=nothing.token_ids.device)
-        loss_of(learner, nothing).backward()
+        loss = loss_of(learner, nothing)
+        learner.before_backward(module, last=number + 1 == idle)
+        loss.backward()
         done.append(nothing)
     made = {name: stream.dtype for name, stream in sorted(done[0].streams.items()) if name not in given}
     for name, dtype in made.items():

@@ -72,7 +72,9 @@ def _descend(
 ) -> tuple[float, StepReport]:
     """Forward and backward of every micro-batch, then one step; the loss is that of the whole mini-batch."""
     if learner.ranks.size > 1:
-        return descend_together(learner, loss_of, parts), optimizer.step()
+        learns = learner.policy if optimizer is learner.optimizer else learner.critic
+        assert learns is not None
+        return descend_together(learner, loss_of, parts, learns.module), optimizer.step()
     assert isinstance(optimizer, Optimizer)
     losses = accumulate_gradients(
         lambda part: loss_of(learner, part),

@@ -231,8 +231,10 @@ def _critic_update(plant: Plant, batch: MicroBatch) -> dict[str, int]:
 
 
 def _sums(plant: Plant, count: int) -> int:
-    """Gradients in float32, as they are summed and stepped by."""
+    """Gradients in float32, as they are summed and stepped by; whole till the last backward if layers stay gathered."""
     layout = plant.layout
+    if layout.sharded and not layout.reshard_after_forward and len(plant.micro_batches) > 1:
+        return count * MASTER // layout.tensor_parallel
     return 0 if layout.sharded and layout.offload else count * MASTER // layout.ranks
 
 

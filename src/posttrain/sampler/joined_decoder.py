@@ -162,10 +162,15 @@ def after_attention(
 ) -> tuple[Tensor, Tensor]:
     """[R, K] the residual stream, and its norm for what comes next."""
     out, gated, down = products
-    x = x + F.linear(mixed.flatten(1), *out)
+    x = _sum(x, F.linear(mixed.flatten(1), *out))
     gate, up = F.linear(normed(x, norms[0], eps), *gated).chunk(2, dim=-1)
-    x = x + F.linear(F.silu(gate) * up, *down)
+    x = _sum(x, F.linear(F.silu(gate) * up, *down))
     return x, normed(x, norms[1], eps)
+
+
+def _sum(x: Tensor, y: Tensor) -> Tensor:
+    """In float32, or compilers add within the product, for which they copy x first: 1.2 us each time."""
+    return (x.float() + y.float()).to(x.dtype)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

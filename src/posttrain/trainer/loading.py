@@ -79,13 +79,17 @@ class ModelConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool | Literal["auto"] = Field(
         default="auto",
-        description="torch.compile of every layer, for training and sampling; auto: on CUDA. The first step then waits "
-        "for the compiler",
+        description="torch.compile of every layer, for training and sampling; auto: on CUDA, but for adapters (it "
+        "takes minutes). The first step then waits for the compiler",
     )
     gradient_checkpointing: bool = Field(default=False, description="trade one more forward for activation memory")
     lora: LoraConfig | None = Field(
         default=None, description="train adapters, and leave the weights at `path` as they are"
     )
+
+    def compiles_on(self, device: str) -> bool:
+        """Whether layers are compiled on a device of that type."""
+        return device == "cuda" and self.lora is None if self.compile == "auto" else self.compile
 
     @property
     def named(self) -> str:

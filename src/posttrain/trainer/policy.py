@@ -78,7 +78,7 @@ class Policy:
         policy = cls(module, version=version)
         if config.gradient_checkpointing:
             policy.checkpoint_activations()
-        if _compiles(config, place):
+        if config.compiles_on(place.type):
             compile_layers(policy.module)
         return policy
 
@@ -201,10 +201,6 @@ class Policy:
         return logprobs, None if entropy is None else scatter(entropy, written, len(batch), together)
 
 
-def _compiles(config: ModelConfig, device: torch.device) -> bool:
-    return device.type == "cuda" if config.compile == "auto" else config.compile
-
-
 def keep(policy: Policy, directory: str | Path, tokenizer: Any = None, state: dict[str, Tensor] | None = None) -> None:
     """What of a policy a checkpoint holds: as `Policy.save`, but of one with adapters only these (and the tokenizer),
     in `adapter/`. state: these weights instead of those of now."""
@@ -219,7 +215,7 @@ def keep(policy: Policy, directory: str | Path, tokenizer: Any = None, state: di
 def base_below(policy: Policy, config: ModelConfig) -> Policy:
     """The model below the adapters of a policy, on the very same weights; it never trains. config: how it is held."""
     base = Policy(without_adapters(policy.module))
-    if _compiles(config, base.device):
+    if config.compiles_on(base.device.type):
         compile_layers(base.module)
     return base
 

@@ -66,7 +66,9 @@ class TrainerConfig(BaseModel):
         default=3, description="ranks killed from outside are started again, from the last checkpoint, so many times"
     )
     reshard_after_forward: bool = Field(
-        default=True, description="let go of gathered layers between forward and backward: less memory, more traffic"
+        default=True,
+        description="let go of gathered layers between forward and backward, and sum gradients after every "
+        "micro-batch: less memory, more traffic; false: both once per update",
     )
 
     @property

@@ -9,7 +9,7 @@ dtype that the model computes in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from posttrain.trainer.vocabulary import split_vocabulary
 
 Result = TypeVar("Result")
 INSIDE = "posttrain_inside"  # of a module: computes something with its weights gathered
+BUCKET_BYTES = 1 << 26  # of weights that are gathered at once
 AT_HAND = "posttrain_at_hand"  # of a module whose parameters are not whole or DTensors: a context in which one is whole
 
 
@@ -103,6 +104,14 @@ def sharded_parts(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
+def before_backward(module: nn.Module, *, last: bool) -> None:
+    """Of each of the backward passes behind one update, where layers stay gathered: only after the last one gradients
+    are summed over the ranks and weights let go of. Until then a rank holds whole gradients, in float32."""
+    for part in sharded_parts(module):
+        part.set_requires_gradient_sync(last, recurse=False)
+        part.set_reshard_after_backward(last, recurse=False)
+
+
 def let_go(module: nn.Module) -> None:
     """Frees what a forward without a backward left gathered, so that no later forward sees weights of before a step."""
     for part in sharded_parts(module):
@@ -161,13 +170,46 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     dtype. Those that never train are what they were."""
     let_go(source)
     into, at_hand = dict(target.named_parameters()), getattr(source, AT_HAND, nullcontext)
-    for name, parameter in source.named_parameters():
-        if not parameter.requires_grad:
+    trained = [(into[name], parameter) for name, parameter in source.named_parameters() if parameter.requires_grad]
+    by_rows = [(place, p) for place, p in trained if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
+    for bucket in _buckets(by_rows):
+        _gather_rows(bucket)
+    for place, parameter in trained:
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
             continue
-        place = into[name]
         with at_hand(parameter):
             local = parameter.detach().to(dtype=place.dtype)  # before it travels: half the bytes
             place.copy_(whole(local.to(place.device)))
+
+
+def _buckets(pairs: Iterable[tuple[Tensor, DTensor]]) -> Iterator[list[tuple[Tensor, DTensor]]]:
+    """Neighbours of one dtype, so many bytes together: a collective for each tensor would mostly wait."""
+    bucket: list[tuple[Tensor, DTensor]] = []
+    for place, parameter in pairs:
+        room = BUCKET_BYTES - sum(other.nbytes for other, _ in bucket)
+        if bucket and (place.nbytes > room or place.dtype is not bucket[0][0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append((place, parameter))
+    if bucket:
+        yield bucket
+
+
+def _gather_rows(bucket: Sequence[tuple[Tensor, DTensor]]) -> None:
+    """Tensors of which every rank of one mesh holds as many rows as goes, in order; the last ones may have fewer."""
+    mesh = bucket[0][1].device_mesh
+    count, own = mesh.size(), []
+    for place, parameter in bucket:
+        local = parameter.to_local().to(device=place.device, dtype=place.dtype)
+        padded = place.new_zeros(-(-len(place) // count), *place.shape[1:])
+        padded[: len(local)] = local
+        own.append(padded.flatten())
+    sent = torch.cat(own)
+    everyone = sent.new_empty(count * len(sent))
+    dist.all_gather_into_tensor(everyone, sent, group=mesh.get_group())
+    parts = everyone.view(count, -1).split([len(part) for part in own], dim=1)
+    for (place, _), part in zip(bucket, parts, strict=True):
+        place.copy_(part.reshape(-1, *place.shape[1:])[: len(place)])
 
 
 def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ Transport = Literal["auto", "memory", "disk", "broadcast"]
 PROBE_PROMPT = 40  # tokens; more than one block of an engine's cache
 PROBE_PARAMS = SamplingParams(max_new_tokens=12)
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # by dtype: what rounding alone has been seen to do, and some
+MAX_GAP_ON_GPU = 1e-2  # in float32: the attention of engines multiplies numbers of ten bits there (TF32)
 
 
 class WeightError(RuntimeError):
@@ -109,7 +110,7 @@ class Publisher:
     ) -> None:
         self.policy, self.sampler, self.folder = policy, sampler, folder
         self.transport = transport if transport != "auto" else "memory" if sampler.in_one_process else "disk"
-        self.max_gap = max_gap if max_gap is not None else MAX_GAP.get(policy.dtype, max(MAX_GAP.values()))
+        self.max_gap = max_gap if max_gap is not None else usual_gap(policy)
         self._wanted = Manifest.of_config(sampler.model_config, sampler.dtype)
         self._wanted_adapter = Manifest({}, {})
         if self.sends_adapters:
@@ -223,6 +224,13 @@ def check(manifest: Manifest, wanted: Manifest, sampler: Receiver, adapter: Mani
         [f"the engine has no place for {name}" for name in unknown]
         + [f"the engine needs {name}, which the policy lacks" for name in missing if name not in manifest.tied]
     )
+
+
+def usual_gap(policy: Policy) -> float:
+    """What log-probs of a probe may differ by where no limit is given."""
+    if policy.dtype is torch.float32 and policy.device.type == "cuda":
+        return MAX_GAP_ON_GPU
+    return MAX_GAP.get(policy.dtype, max(MAX_GAP.values()))
 
 
 async def probe(policy: Policy, sampler: Sampler) -> float:
