@@ -228,7 +228,7 @@ def check(manifest: Manifest, wanted: Manifest, sampler: Receiver, adapter: Mani
 
 def usual_gap(policy: Policy) -> float:
     """What log-probs of a probe may differ by where no limit is given."""
-    if policy.dtype is torch.float32 and policy.device.type == "cuda":
+    if policy.dtype is torch.float32 and torch.cuda.is_available():
         return MAX_GAP_ON_GPU
     return MAX_GAP.get(policy.dtype, max(MAX_GAP.values()))
 
