@@ -125,6 +125,26 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
             ["trainer.backend=deepspeed", "model.compile=true"],
             "model.compile: layers that ZeRO-3 gathers part by part are not compiled",
         ),
+        (["trainer.megatron.expert_parallel=2"], "trainer.megatron: trainer.backend is fsdp2, which has no use for it"),
+        (
+            ["trainer.backend=megatron", "cluster.samplers=1"],
+            "cluster.samplers: what Megatron-core divides is not sent",
+        ),
+        (["trainer.backend=megatron", "checkpoint.sharded=true"], "checkpoint.sharded: Megatron-core's parts are"),
+        (["trainer.backend=megatron", "model.lora={}"], "model.lora: Megatron-core's layers take no adapters"),
+        (
+            ["trainer.backend=megatron", "trainer.offload=true"],
+            "trainer.offload: Megatron-core's parts stay on the GPU",
+        ),
+        (["trainer.backend=megatron", "model.compile=true"], "model.compile: Megatron-core's layers are not compiled"),
+        (
+            ["trainer.backend=megatron", "trainer.sequence_parallel=2"],
+            "trainer.sequence_parallel: Megatron-core's layers share no micro-batch",
+        ),
+        (
+            ["trainer.backend=megatron", "trainer.reshard_after_forward=false"],
+            "trainer.reshard_after_forward: Megatron-core's layers are never gathered",
+        ),
         (
             ["trainer.sequence_parallel_kind=ring"],
             "trainer.sequence_parallel_kind: ring is a way to share micro-batches",

@@ -44,6 +44,7 @@ from posttrain.sampler.config import PUBLISHED, SamplerConfig
 from posttrain.sampler.protocol import MIN_TEMPERATURE
 from posttrain.tools.config import ToolConfig
 from posttrain.tools.mcp.config import McpServerConfig
+from posttrain.trainer.backends import Asked, backend_problem
 from posttrain.trainer.critic import CriticConfig
 from posttrain.trainer.loading import ModelConfig
 from posttrain.trainer.optimizer import OptimizerConfig, lr_at
@@ -487,26 +488,16 @@ def _check_asynchronous(config: RLConfig) -> None:
 
 
 def _check_trainer(config: RLConfig) -> None:
-    trainer, other = config.trainer, "set trainer.backend: fsdp2, or leave it out"
-    if trainer.zero is None:
-        if trainer.deepspeed is not None:
-            raise key_error(
-                "trainer.deepspeed", "trainer.backend is fsdp2, which has no use for it; set deepspeed there"
-            )
-        return
-    if trainer.tensor_parallel > 1:
-        raise key_error("trainer.tensor_parallel", f"DeepSpeed divides no layers; {other}")
-    if config.cluster.samplers:
-        raise key_error("cluster.samplers", f"what DeepSpeed divides is not sent to samplers apart; {other}")
-    if config.checkpoint.sharded:
-        raise key_error("checkpoint.sharded", f"DeepSpeed's parts are gathered to be written; {other}")
-    if not trainer.reshard_after_forward:
-        raise key_error("trainer.reshard_after_forward", f"with DeepSpeed that is trainer.deepspeed.stage: 2; {other}")
-    if trainer.zero.stage == 2 and trainer.offload:
-        fix = "set trainer.deepspeed.stage: 3"
-        raise key_error("trainer.offload", f"DeepSpeed's stage 2 takes no step after one that was skipped; {fix}")
-    if trainer.zero.stage == 3 and config.model.compile is True:
-        raise key_error("model.compile", f"layers that ZeRO-3 gathers part by part are not compiled; {other}")
+    asked = Asked(
+        samplers_apart=config.cluster.samplers > 0,
+        shards_on_disk=config.checkpoint.sharded,
+        compiles=config.model.compile is True,
+        adapters=config.model.lora is not None,
+        critic=config.critic is not None,
+    )
+    problem = backend_problem(config.trainer, asked)
+    if problem is not None:
+        raise key_error(*problem)
 
 
 def _check_layout(config: RLConfig) -> None:

@@ -74,6 +74,7 @@ HEAVY = {
     "ray",
     "vllm",
     "deepspeed",
+    "megatron",
     "faiss",
     "fastmcp",
     "fastapi",
@@ -95,6 +96,7 @@ MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "sampler.vllm": {"vllm"},
     "cluster": {"ray"},
     "trainer.zero": {"deepspeed"},
+    "trainer.megatron": {"megatron"},
     "trainer.lora": {"peft"},
     "tools.mcp": {"fastmcp"},
 }

@@ -14,6 +14,7 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from posttrain.trainer.policy import Policy
@@ -59,6 +60,12 @@ def tiny_config(name: str, **overrides: Any) -> Any:
         ),
         "granite": lambda: GraniteConfig(**SMALL | {"logits_scaling": 4.0, "attention_multiplier": 0.3} | overrides),
         "cohere": lambda: CohereConfig(**SMALL | {"logit_scale": 0.25} | overrides),
+        "moe": lambda: Qwen3MoeConfig(
+            **SMALL
+            | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+            | {"mlp_only_layers": [1], "decoder_sparse_step": 1}
+            | overrides
+        ),
         "gpt_oss": lambda: GptOssConfig(
             **SMALL
             | {"layer_types": ALTERNATING, "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}

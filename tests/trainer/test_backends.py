@@ -1,6 +1,7 @@
 """What every backend that divides a model among ranks owes: the steps of one process, and its state in the same files.
 
-DeepSpeed has an environment of its own, see scripts/test_deepspeed; without it its cases are skipped.
+DeepSpeed has an environment of its own, see scripts/test_deepspeed; without it its cases are skipped. So are those of
+Megatron-core without as many GPUs as ranks; its steps are compared with those of one process on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import nn
 
 from cluster.fleet import on_ranks
 from posttrain.packing import Batch, select
+from posttrain.trainer import megatron
 from posttrain.trainer.loading import ModelError, pick_device
+from posttrain.trainer.megatron_optimizer import MegatronOptimizer
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig, join_ranks, leave_ranks
@@ -25,21 +28,48 @@ from posttrain.trainer.sharding import copy_weights
 from posttrain.trainer.zero import ZeroOptimizer
 
 from .batches import ragged_batch
-from .models import tiny_config
+from .models import tiny_config, tiny_policy
 
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+GPUS = torch.cuda.device_count() if importlib.util.find_spec("megatron") is not None else 0
 TRAINERS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "zero2": {"backend": "deepspeed", "deepspeed": {"stage": 2}},
     "zero3": {"backend": "deepspeed", "deepspeed": {"stage": 3, "persistent_below": 40}},
     "zero3_offload": {"backend": "deepspeed", "offload": True},
+    "megatron_dp": {"backend": "megatron"},
+    "megatron_tp": {"backend": "megatron", "tensor_parallel": 2},
+    "megatron_ep": {"backend": "megatron", "megatron": {"expert_parallel": 2}},
+    "megatron_tp_ep": {"backend": "megatron", "tensor_parallel": 2, "megatron": {"expert_parallel": 2}},
+    "megatron_on_4": {"backend": "megatron", "tensor_parallel": 2, "megatron": {"expert_parallel": 4}},
+    "megatron_dp_on_4": {"backend": "megatron", "tensor_parallel": 2},
 }
 CASES = {"tied": "qwen3", "half_frozen": "llama", "bfloat16": "qwen3"}
-WHICH = {name: ["bfloat16"] if name == "zero3_offload" else list(CASES) for name in TRAINERS}
-BACKENDS = [
-    pytest.param(name, case, marks=() if name == "fsdp2" else DEEPSPEED) for name in TRAINERS for case in WHICH[name]
-]
-CLOSE = {"tied": 2e-6, "half_frozen": 2e-6, "bfloat16": 1e-2}  # of bfloat16 weights: a spacing or two
+ON_GPU = {"gpu_tied": "qwen3", "gpu_frozen": "llama", "gpu_words": "qwen2", "gpu_bfloat16": "qwen3", "gpu_moe": "moe"}
+WHICH = {
+    "fsdp2": list(CASES),
+    "zero2": list(CASES),
+    "zero3": list(CASES),
+    "zero3_offload": ["bfloat16"],
+    "megatron_dp": ["gpu_tied", "gpu_bfloat16", "gpu_moe"],
+    "megatron_tp": list(ON_GPU),
+    "megatron_ep": ["gpu_moe"],
+    "megatron_tp_ep": ["gpu_moe"],
+    "megatron_on_4": ["gpu_moe"],
+    "megatron_dp_on_4": ["gpu_words", "gpu_moe"],
+}
+RANKS = {name: 4 if name.endswith("on_4") else 2 for name in TRAINERS}
+CLOSE = {name: 1e-2 if "bfloat16" in name else 2e-6 for name in CASES}  # of bfloat16 weights: a spacing or two
+CLOSE |= {name: 1e-2 if "bfloat16" in name else 1e-5 for name in ON_GPU}
+
+
+def needs(name: str) -> pytest.MarkDecorator | tuple[()]:
+    if name.startswith("megatron"):
+        return pytest.mark.skipif(RANKS[name] > GPUS, reason=f"no megatron-core on {RANKS[name]} GPUs")
+    return () if name == "fsdp2" else DEEPSPEED
+
+
+BACKENDS = [pytest.param(name, case, marks=needs(name)) for name in TRAINERS for case in WHICH[name]]
 RATES = OptimizerConfig(
     lr=0.02,
     betas=(0.8, 0.9),
@@ -54,9 +84,13 @@ STEPS, POISONED, RESUMED = 5, 1, 3
 
 
 def policy_of(case: str) -> Policy:
-    dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
-    policy = Policy.random(tiny_config(CASES[case]), seed=0, dtype=dtype)
-    if case == "half_frozen":
+    dtype = torch.bfloat16 if case.endswith("bfloat16") else torch.float32
+    words: dict[str, Any] = {"vocab_size": 64} if case == "gpu_words" else {}  # two ranks divide them
+    config = tiny_config((CASES | ON_GPU)[case], **words)
+    if case == "gpu_moe":
+        config._experts_implementation = "eager"  # in float32, on any GPU
+    policy = Policy.random(config, seed=0, dtype=dtype, device="cuda" if case in ON_GPU else "cpu")
+    if case.endswith("frozen"):
         policy.module.get_input_embeddings().requires_grad_(False)  # type: ignore[operator]
         policy.decoder.layers[1].requires_grad_(False)  # type: ignore[index]
         policy.checkpoint_activations()
@@ -68,30 +102,37 @@ def divided(policy: Policy, trainer: TrainerConfig, ranks: Ranks) -> Stepper:
         policy.shard(ranks, trainer)
     if ranks.size > 1 and trainer.zero is not None:
         return ZeroOptimizer(policy, RATES, STEPS, trainer, ranks)
+    if policy.megatron is not None:
+        return MegatronOptimizer(policy, RATES, STEPS)
     half = policy.dtype is torch.bfloat16
     mastered = {name for name, _ in policy.parameters()} if half and ranks.size > 1 else set[str]()
     return Optimizer(policy.parameters(), RATES, STEPS, mastered=mastered)
 
 
-def micro_batches(batch: Batch, ranks: Ranks) -> list[Batch]:
-    """Two for each of two ranks, all four for one process, of one segment each or two."""
+def micro_batches(batch: Batch, ranks: Ranks, together: int) -> list[Batch]:
+    """Two for each of two teams of so many ranks, all four for one, of one segment each or two."""
     parts = [select(batch, segments) for segments in ([2, 6], [3, 5], [4], [7, 1])]
-    return parts[ranks.rank :: ranks.size]
+    return parts[ranks.rank // together :: ranks.size // together]
 
 
-def take_steps(policy: Policy, optimizer: Stepper, ranks: Ranks, first: int, last: int) -> list[dict[str, float]]:
+def take_steps(
+    policy: Policy, optimizer: Stepper, ranks: Ranks, first: int, last: int, *, together: int = 1
+) -> list[dict[str, float]]:
     """A loss of log-probs and entropies under changing weights; one step has a loss that is not finite on one rank."""
     rows = []
     for step in range(first, last):
         total = 0.0
-        for number, part in enumerate(micro_batches(ragged_batch(), ranks)):
+        parts = micro_batches(ragged_batch(), ranks, together)
+        for number, part in enumerate(parts):
             logprobs, entropy = policy.logprobs_and_entropy(part)
-            poison = float("inf") if step == POISONED and number == 1 and ranks.rank == ranks.size - 1 else 1.0
-            loss = ((logprobs - 0.1 * (step + 1) * entropy) * part.positions / 100).sum()
+            last_one = number == len(parts) - 1 and ranks.rank >= ranks.size - together
+            poison = float("inf") if step == POISONED and last_one else 1.0
+            weights = part.positions.to(logprobs.device) / 100
+            loss = ((logprobs - 0.1 * (step + 1) * entropy) * weights).sum()
             (loss * poison).backward()
             total += float(loss.detach())
         report = optimizer.step()
-        loss = float(ranks.sum(torch.tensor(total, dtype=torch.float64)))
+        loss = float(ranks.sum(torch.tensor(total / together, dtype=torch.float64)))
         rows.append({"loss": loss, "norm": report.grad_norm, "lr": report.lr, "skipped": report.skipped})
     return rows
 
@@ -103,10 +144,10 @@ def drill(case: str, trainer: TrainerConfig, ranks: Ranks, folder: Path) -> None
     optimizer = divided(policy, trainer, ranks)
     with torch.no_grad():
         policy.logprobs(ragged_batch())  # forwards without a backward come between
-    rows = take_steps(policy, optimizer, ranks, 0, RESUMED)
+    rows = take_steps(policy, optimizer, ranks, 0, RESUMED, together=trainer.team)
     copy_weights(policy.module, copy.module)
     states = {"half": optimizer.state_tensors()}
-    rows += take_steps(policy, optimizer, ranks, RESUMED, STEPS)
+    rows += take_steps(policy, optimizer, ranks, RESUMED, STEPS, together=trainer.team)
     states["end"] = optimizer.state_tensors()
     if ranks.leads:
         for name, state in states.items():
@@ -125,7 +166,7 @@ def go_on(case: str, trainer: TrainerConfig, ranks: Ranks, source: Path, folder:
     policy.module.load_state_dict(load_file(source / "half_weights.safetensors"), strict=False)
     optimizer = divided(policy, trainer, ranks)
     optimizer.load_state_tensors(load_file(source / "half.safetensors"))
-    rows = take_steps(policy, optimizer, ranks, RESUMED, STEPS)
+    rows = take_steps(policy, optimizer, ranks, RESUMED, STEPS, together=trainer.team)
     copy_weights(policy.module, copy.module)
     if ranks.leads:
         save_file(weights_of(copy.module), folder / "weights.safetensors")
@@ -137,8 +178,8 @@ def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def drills(backend: str, alone: Path, folder: Path) -> None:
-    """On each of two ranks."""
-    ranks = join_ranks(pick_device("cpu"))
+    """On each of two ranks, or of four."""
+    ranks = join_ranks(pick_device("cuda" if backend.startswith("megatron") else "cpu"))
     trainer = TrainerConfig.model_validate(TRAINERS[backend])
     for case in WHICH[backend]:
         drill(case, trainer, ranks, folder / case)
@@ -146,17 +187,39 @@ def drills(backend: str, alone: Path, folder: Path) -> None:
     leave_ranks()
 
 
+class Drills:
+    """What was done, each when it is first asked for: by one process, and by the ranks of a backend."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self._done: set[str] = set()
+
+    def one(self, case: str) -> Path:
+        if case not in self._done:
+            drill(case, TrainerConfig(), ALONE, self.base / "one" / case)
+            self._done.add(case)
+        return self.base / "one" / case
+
+    def of(self, backend: str, case: str) -> Path:
+        if backend not in self._done:
+            for each in WHICH[backend]:
+                self.one(each)
+            on_ranks(
+                RANKS[backend], self.base / f"log {backend}", drills, backend, self.base / "one", self.base / backend
+            )
+            self._done.add(backend)
+        return self.base / backend / case
+
+    def one_from(self, backend: str, case: str) -> Path:
+        """One process that goes on from what the backend has written."""
+        folder = self.base / "one" / f"{case} from {backend}"
+        go_on(case, TrainerConfig(), ALONE, self.of(backend, case), folder)
+        return folder
+
+
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("backends")
-    here = TRAINERS if importlib.util.find_spec("deepspeed") is not None else ["fsdp2"]
-    for case in CASES:
-        drill(case, TrainerConfig(), ALONE, base / "one" / case)
-    for name in here:
-        on_ranks(2, base / f"log {name}", drills, name, base / "one", base / name)
-        for case in WHICH[name]:
-            go_on(case, TrainerConfig(), ALONE, base / name / case, base / "one" / f"{case} from {name}")
-    return base
+def done(tmp_path_factory: pytest.TempPathFactory) -> Drills:
+    return Drills(tmp_path_factory.mktemp("backends"))
 
 
 def gap(one: Path, other: Path) -> float:
@@ -171,34 +234,35 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(("backend", "case"), BACKENDS)
-def test_two_ranks_take_the_steps_of_one_process(done: Path, backend: str, case: str) -> None:
+def test_two_ranks_take_the_steps_of_one_process(done: Drills, backend: str, case: str) -> None:
     """Clipped, with a skipped update, decay, moments of its own; sums over micro-batches and ranks, no mean."""
-    one, two = rows_of(done / "one" / case), rows_of(done / backend / case)
+    mine, yours = done.one(case), done.of(backend, case)
+    one, two = rows_of(mine), rows_of(yours)
     close = 20 * CLOSE[case]
-    for step, (mine, yours) in enumerate(zip(one, two, strict=True)):
-        assert yours["lr"] == mine["lr"]
-        assert yours["loss"] == pytest.approx(mine["loss"], rel=close, abs=close), step
-        assert yours["skipped"] == mine["skipped"] == (step == POISONED)
+    for step, (alone, together) in enumerate(zip(one, two, strict=True)):
+        assert together["lr"] == alone["lr"]
+        assert together["loss"] == pytest.approx(alone["loss"], rel=close, abs=close), step
+        assert together["skipped"] == alone["skipped"] == (step == POISONED)
         if step != POISONED:
-            assert yours["norm"] == pytest.approx(mine["norm"], rel=close)
-            assert mine["norm"] > 2 * RATES.max_grad_norm  # type: ignore[operator]
-    assert gap(done / "one" / case / "weights.safetensors", done / backend / case / "weights.safetensors") < CLOSE[case]
+            assert together["norm"] == pytest.approx(alone["norm"], rel=close)
+            assert alone["norm"] > 2 * RATES.max_grad_norm  # type: ignore[operator]
+    assert gap(mine / "weights.safetensors", yours / "weights.safetensors") < CLOSE[case]
     assert one[-1]["loss"] != pytest.approx(one[0]["loss"], abs=1e-2)
 
 
 @pytest.mark.parametrize(("backend", "case"), BACKENDS)
-def test_moments_and_masters_are_written_alike(done: Path, backend: str, case: str) -> None:
+def test_moments_and_masters_are_written_alike(done: Drills, backend: str, case: str) -> None:
     for file in ("half.safetensors", "end.safetensors"):
-        assert gap(done / "one" / case / file, done / backend / case / file) < 10 * CLOSE[case]
+        assert gap(done.one(case) / file, done.of(backend, case) / file) < 10 * CLOSE[case]
 
 
 @pytest.mark.parametrize(("backend", "case"), BACKENDS)
-def test_each_goes_on_from_what_the_other_has_written(done: Path, backend: str, case: str) -> None:
+def test_each_goes_on_from_what_the_other_has_written(done: Drills, backend: str, case: str) -> None:
     """From one process to two ranks of the backend, and back."""
-    end = done / "one" / case / "weights.safetensors"
-    for there in (done / backend / f"{case} from one", done / "one" / f"{case} from {backend}"):
+    end, written = done.one(case) / "weights.safetensors", done.of(backend, case)
+    for there in (written.with_name(f"{case} from one"), done.one_from(backend, case)):
         assert gap(end, there / "weights.safetensors") < 2 * CLOSE[case], there
-        assert [row["lr"] for row in rows_of(there)] == [row["lr"] for row in rows_of(done / "one" / case)[RESUMED:]]
+        assert [row["lr"] for row in rows_of(there)] == [row["lr"] for row in rows_of(done.one(case))[RESUMED:]]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
@@ -206,3 +270,36 @@ def test_without_deepspeed_the_error_says_how_to_get_it() -> None:
     trainer = TrainerConfig.model_validate(TRAINERS["zero3"])
     with pytest.raises(ModelError, match=r"pip install 'posttrain\[deepspeed\]', or set fsdp2"):
         ZeroOptimizer(policy_of("tied"), RATES, STEPS, trainer, ALONE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="megatron-core is installed")
+def test_without_megatron_the_error_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = TrainerConfig.model_validate(TRAINERS["megatron_dp"])
+    with pytest.raises(ModelError, match=r"trainer\.backend megatron needs a GPU, and the model is on cpu"):
+        policy_of("tied").shard(ALONE, trainer)
+    monkeypatch.setattr(megatron, "DEVICES", ("cpu",))
+    with pytest.raises(ModelError, match=r"pip install 'posttrain\[megatron\]' \(Python 3.12, CUDA\), or set fsdp2"):
+        policy_of("tied").shard(ALONE, trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "trainer", "message"),
+    [
+        (
+            "gemma3",
+            {},
+            {},
+            r"no layers for Gemma3ForCausalLM \(model_type gemma3_text\), only for llama, mistral, qwen2",
+        ),
+        ("llama", {"attention_bias": True}, {}, "no layers for LlamaForCausalLM with attention_bias"),
+        ("llama", {}, {"tensor_parallel": 4}, "do not divide num_key_value_heads = 2 by 4 of LlamaForCausalLM"),
+        ("llama", {}, {"megatron": {"expert_parallel": 2}}, "expert_parallel: LlamaForCausalLM has no experts"),
+        ("moe", {}, {"megatron": {"expert_parallel": 3}}, "do not divide num_experts = 4 by 3 of Qwen3MoeForCausalLM"),
+    ],
+)
+def test_megatron_names_the_model_that_it_cannot_divide(
+    name: str, overrides: dict[str, Any], trainer: dict[str, Any], message: str
+) -> None:
+    module = tiny_policy(name, **overrides).module
+    with pytest.raises(ModelError, match=message):
+        megatron.check_model(module, TrainerConfig.model_validate({"backend": "megatron"} | trainer))

@@ -21,6 +21,7 @@ from posttrain.runs.rng import seed_everything
 from posttrain.trainer.critic import HEAD, Critic
 from posttrain.trainer.loading import ModelConfig, load_config, model_path, pick_device
 from posttrain.trainer.lora import ADAPTER
+from posttrain.trainer.megatron_optimizer import MegatronOptimizer
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy, base_below, keep
@@ -229,8 +230,9 @@ def model_in(checkpoint: Path, model: ModelConfig) -> ModelConfig:
 
 
 def _trained(model: ModelConfig, trainer: TrainerConfig, ranks: Ranks) -> ModelConfig:
-    """Layers whose parts are gathered one by one cannot be compiled as wholes."""
-    in_parts = ranks.size > 1 and trainer.zero is not None and trainer.zero.stage == 3
+    """Layers whose parts are gathered one by one, or that give way to others, cannot be compiled as wholes."""
+    in_parts = trainer.backend == "megatron" or (trainer.zero is not None and trainer.zero.stage == 3)
+    in_parts = ranks.size > 1 and in_parts
     return model.model_copy(update={"compile": False}) if in_parts else model
 
 
@@ -257,6 +259,8 @@ def _optimizer(
 ) -> Stepper:
     if ranks.size > 1 and trainer.zero is not None:
         return ZeroOptimizer(model, config, steps, trainer, ranks)
+    if isinstance(model, Policy) and model.megatron is not None:
+        return MegatronOptimizer(model, config, steps)
     half = ranks.size > 1 and model.dtype not in {torch.float32, torch.float64}
     mastered = {name for name, _ in model.parameters() if not name.startswith(HEAD)} if half else set[str]()
     return Optimizer(model.parameters(), config, steps, mastered=mastered)
@@ -264,13 +268,15 @@ def _optimizer(
 
 def _make_ref(config: RLConfig, policy: Policy, ranks: Ranks, sequence: SequenceGroup | None) -> Policy:
     """What the run began with. Where it is sharded, frozen: in the dtype that it computes in, without room for moments;
-    always by FSDP2, for without an update there is nothing that backends do differently."""
+    by FSDP2 in the place of DeepSpeed, for without an update there is nothing that they do differently."""
     if shares_reference(config, ranks.size):
         return base_below(policy, config.model)
     ref = Policy.from_config(config.model, seed=config.run.seed)
     if ranks.size > 1:
         ref.module.requires_grad_(False)
-    return _spread(ref, config.trainer.model_copy(update={"backend": "fsdp2"}), ranks, sequence)
+    trainer = config.trainer
+    trainer = trainer if trainer.zero is None else trainer.model_copy(update={"backend": "fsdp2", "deepspeed": None})
+    return _spread(ref, trainer, ranks, sequence)
 
 
 def threads_for(hidden_size: int) -> int:

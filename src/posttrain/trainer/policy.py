@@ -31,6 +31,7 @@ from posttrain.trainer.loading import (
     write_module,
 )
 from posttrain.trainer.lora import ADAPTER, save_adapter, trained_state, with_adapters, without_adapters
+from posttrain.trainer.megatron import MegatronDecoder, divide
 from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.prefix import SharedPrefixAttention, shared_layout, use_shared
 from posttrain.trainer.prefix_varlen import VarlenAttention, varlen_layout
@@ -50,6 +51,7 @@ class Policy:
         self.decoder = decoder_of(module)
         quicken_norms(self.decoder)
         self.sequence: SequenceGroup | None = None  # with whom it shares the rows of a micro-batch
+        self.megatron: MegatronDecoder | None = None  # in the place of decoder and head
         self._place: tuple[torch.device, torch.dtype] | None = None  # where and in what a sharded module computes
         self.narrows = check and prepare_last_layer(self.decoder)
         if check:
@@ -100,7 +102,10 @@ class Policy:
         if sequence is not None:
             self.sequence, self.narrows = sequence.fitted(self.module), False
         self._place = (self.device, self.dtype)
-        if config.zero is None:
+        if config.backend == "megatron":
+            self.narrows = False
+            self.megatron = divide(self, ranks, config)
+        elif config.zero is None:
             shard(self.module, ranks, config, self.dtype)
         elif config.zero.stage == 3:
             self.narrows = False  # it leaves modules half-way, which then would stay gathered
@@ -141,6 +146,8 @@ class Policy:
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens; `attention` says who sees whom."""
+        if self.megatron is not None:
+            return self.megatron(token_ids, positions, attention)
         return decoder_hidden_states(self.decoder, token_ids, positions, attention)
 
     def next_token_logits(self, hidden: Tensor) -> Tensor:
@@ -188,14 +195,12 @@ class Policy:
         before = rows[written - 1]  # token t is predicted from its predecessor, which is of the same segment
         if self.sequence is not None:
             written, before = written[before >= 0], before[before >= 0]
-        logprobs, entropy = head_logprobs(
-            hidden.index_select(0, before),
-            head_of(self.module),
-            batch.token_ids[written],
-            temperature=temperature,
-            rule=self.rule,
-            with_entropy=with_entropy,
-        )
+        how: dict[str, Any] = {"temperature": temperature, "rule": self.rule, "with_entropy": with_entropy}
+        read, targets = hidden.index_select(0, before), batch.token_ids[written]
+        if self.megatron is not None:
+            logprobs, entropy = self.megatron.head_logprobs(read, targets, **how)
+        else:
+            logprobs, entropy = head_logprobs(read, head_of(self.module), targets, **how)
         together = None if self.sequence is None else self.sequence.sum
         logprobs = scatter(logprobs, written, len(batch), together)
         return logprobs, None if entropy is None else scatter(entropy, written, len(batch), together)

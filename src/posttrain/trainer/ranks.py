@@ -37,6 +37,16 @@ class DeepSpeedConfig(BaseModel):
     )
 
 
+class MegatronConfig(BaseModel):
+    """What Megatron-core divides among the ranks besides layers (`trainer.tensor_parallel`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    expert_parallel: PositiveInt = Field(
+        default=1, description="ranks over which the experts of each layer are spread; divides ranks and experts"
+    )
+
+
 class TrainerConfig(BaseModel):
     """How many processes train the models together, and how these are divided among them."""
 
@@ -45,10 +55,11 @@ class TrainerConfig(BaseModel):
     ranks: PositiveInt = Field(
         default=1, description="processes on this machine, one GPU each; under torchrun leave it out: it says how many"
     )
-    backend: Literal["fsdp2", "deepspeed"] = Field(
+    backend: Literal["fsdp2", "deepspeed", "megatron"] = Field(
         default="fsdp2", description="what divides policy and critic among several ranks; the steps are the same"
     )
     deepspeed: DeepSpeedConfig | None = Field(default=None, description="for that backend; null = its defaults")
+    megatron: MegatronConfig | None = Field(default=None, description="for that backend; null = its defaults")
     tensor_parallel: PositiveInt = Field(
         default=1, description="ranks that hold a part of every layer each; divides heads and key heads"
     )
@@ -73,8 +84,13 @@ class TrainerConfig(BaseModel):
 
     @property
     def zero(self) -> DeepSpeedConfig | None:
-        """None where FSDP2 divides the models."""
-        return None if self.backend == "fsdp2" else self.deepspeed or DeepSpeedConfig()
+        """None where DeepSpeed does not divide the models."""
+        return self.deepspeed or DeepSpeedConfig() if self.backend == "deepspeed" else None
+
+    @property
+    def expert_parallel(self) -> int:
+        """Ranks that hold different experts of the same layers."""
+        return 1 if self.megatron is None else self.megatron.expert_parallel
 
     @property
     def team(self) -> int:
@@ -83,6 +99,11 @@ class TrainerConfig(BaseModel):
 
     def problem_with(self, ranks: int) -> str | None:
         """Why so many ranks cannot be divided as asked for; None when they can."""
+        if ranks % self.expert_parallel:
+            return (
+                f"trainer.megatron.expert_parallel = {self.expert_parallel} does not divide {ranks} "
+                f"rank{'s' * (ranks > 1)}; choose a divisor, or set trainer.ranks to a multiple of it"
+            )
         if ranks % self.team == 0:
             return None
         asked = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": self.sequence_parallel}

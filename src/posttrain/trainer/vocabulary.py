@@ -59,13 +59,28 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """`fused_logprobs` of a head that is whole, or of one whose ranks all ask for the same positions."""
     weight, bias = head.weight, head.bias
+    how = {"temperature": temperature, "rule": rule, "with_entropy": with_entropy}
     if not isinstance(weight, DTensor):
-        how = {"temperature": temperature, "rule": rule, "with_entropy": with_entropy}
         return fused_logprobs(hidden, weight, bias, targets, **how)
     team = Team.of(weight.device_mesh, weight.shape[0])
-    scaling = Scaling(temperature, rule, rows_per_chunk(hidden, team.size))
     own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
-    logprobs, entropy = TeamLogprobs.apply(hidden, weight.to_local(), own_bias, targets, scaling, team)  # type: ignore[misc]
+    return team_logprobs(hidden, weight.to_local(), own_bias, targets, team, **how)
+
+
+def team_logprobs(
+    hidden: Tensor,  # [N, K]
+    weight: Tensor,  # [V / T, K] the part of this rank
+    bias: Tensor | None,
+    targets: Tensor,  # [N] long
+    team: Team,
+    *,
+    temperature: float,
+    rule: LogitsRule,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`fused_logprobs` of a head whose ranks all ask for the same positions."""
+    scaling = Scaling(temperature, rule, rows_per_chunk(hidden, team.size))
+    logprobs, entropy = TeamLogprobs.apply(hidden, weight, bias, targets, scaling, team)  # type: ignore[misc]
     return logprobs, entropy if with_entropy else None
 
 
