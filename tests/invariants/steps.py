@@ -82,7 +82,7 @@ def largest_gap(one: Path, other: Path) -> float:
 
 def step_once(models: Models, batch: Batch, truncated: torch.Tensor, folder: Path) -> None:
     """On every rank: loads, saves to `before`, learns a lesson, saves to `after`."""
-    ranks = join_ranks(pick_device("cpu"))
+    ranks = join_ranks(pick_device(models.config.model.device))
     learner = models.load(ranks)
     for name in ("before", "after"):
         (folder / name).mkdir(parents=True, exist_ok=True)

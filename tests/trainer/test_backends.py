@@ -60,7 +60,7 @@ WHICH = {
 }
 RANKS = {name: 4 if name.endswith("on_4") else 2 for name in TRAINERS}
 CLOSE = {name: 1e-2 if "bfloat16" in name else 2e-6 for name in CASES}  # of bfloat16 weights: a spacing or two
-CLOSE |= {name: 1e-2 if "bfloat16" in name else 1e-5 for name in ON_GPU}
+CLOSE |= {name: 3e-2 if "bfloat16" in name else 1e-5 for name in ON_GPU}  # whose partial sums are rounded, too
 
 
 def needs(name: str) -> pytest.MarkDecorator | tuple[()]:
