@@ -271,11 +271,11 @@ def _make_ref(config: RLConfig, policy: Policy, ranks: Ranks, sequence: Sequence
     by FSDP2 in the place of DeepSpeed, for without an update there is nothing that they do differently."""
     if shares_reference(config, ranks.size):
         return base_below(policy, config.model)
-    ref = Policy.from_config(config.model, seed=config.run.seed)
-    if ranks.size > 1:
-        ref.module.requires_grad_(False)
     trainer = config.trainer
     trainer = trainer if trainer.zero is None else trainer.model_copy(update={"backend": "fsdp2", "deepspeed": None})
+    ref = Policy.from_config(_trained(config.model, trainer, ranks), seed=config.run.seed)
+    if ranks.size > 1:
+        ref.module.requires_grad_(False)
     return _spread(ref, trainer, ranks, sequence)
 
 
