@@ -26,6 +26,7 @@ from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig, join_ranks, leave_ranks
 from posttrain.trainer.sharding import copy_weights
 from posttrain.trainer.zero import ZeroOptimizer
+from posttrain.weights.gather import gathered_state
 
 from .batches import ragged_batch
 from .models import tiny_config, tiny_policy
@@ -146,6 +147,8 @@ def drill(case: str, trainer: TrainerConfig, ranks: Ranks, folder: Path) -> None
         policy.logprobs(ragged_batch())  # forwards without a backward come between
     rows = take_steps(policy, optimizer, ranks, 0, RESUMED, together=trainer.team)
     copy_weights(policy.module, copy.module)
+    gathered = gathered_state(policy, keep=ranks.leads)
+    assert all(torch.equal(gathered[name], value.cpu()) for name, value in copy.module.state_dict().items() if gathered)
     states = {"half": optimizer.state_tensors()}
     rows += take_steps(policy, optimizer, ranks, RESUMED, STEPS, together=trainer.team)
     states["end"] = optimizer.state_tensors()

@@ -62,7 +62,6 @@ def _of_megatron(trainer: TrainerConfig, asked: Asked) -> list[tuple[bool, str, 
         (asked.critic, "critic", f"Megatron-core's layers train the policy alone; {FIX}"),
         (asked.adapters, "model.lora", f"Megatron-core's layers take no adapters; {FIX}"),
         (asked.compiles, "model.compile", f"Megatron-core's layers are not compiled; {FIX}"),
-        (asked.samplers_apart, "cluster.samplers", f"what Megatron-core divides is not sent to samplers apart; {FIX}"),
         (asked.shards_on_disk, "checkpoint.sharded", f"Megatron-core's parts are gathered to be written; {FIX}"),
         (
             trainer.sequence_parallel > 1,

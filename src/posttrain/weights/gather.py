@@ -7,6 +7,7 @@ Nobody ever holds all of them: what was gathered is sent, or written, a bucket a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.trainer.lora import trained_state
 from posttrain.trainer.policy import Policy
-from posttrain.trainer.sharding import let_go, sharded_parts, whole
+from posttrain.trainer.sharding import AT_HAND, let_go, sharded_parts, whole
 from posttrain.weights.adapters import adapter_of, as_factors
 from posttrain.weights.buckets import BUCKET_BYTES, layout
 from posttrain.weights.manifest import Manifest, Spec, once
@@ -41,14 +42,18 @@ def gathered(policy: Policy) -> Iterator[Named]:
 
     Every rank has to ask for all of them, at the same time.
     """
-    if not sharded_parts(policy.module):
-        yield from once(_state_of(policy))
+    at_hand, state = getattr(policy.module, AT_HAND, nullcontext), _state_of(policy)
+    if at_hand is nullcontext and not sharded_parts(policy.module):
+        yield from once(state)
         return
     let_go(policy.module)
-    for name, local in once(_state_of(policy)):
-        if isinstance(local, DTensor) and local.is_floating_point():
-            local = local.to(policy.dtype)  # before it travels: half the bytes
-        yield name, whole(local.to(policy.device))
+    for name, _ in once(state):
+        with at_hand(state[name]):
+            local = state[name].detach()
+            if isinstance(local, DTensor) and local.is_floating_point():
+                local = local.to(policy.dtype)  # before it travels: half the bytes
+            found = whole(local.to(policy.device))
+        yield name, found
 
 
 def _state_of(policy: Policy) -> dict[str, Tensor]:
