@@ -126,10 +126,6 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
             "model.compile: layers that ZeRO-3 gathers part by part are not compiled",
         ),
         (["trainer.megatron.expert_parallel=2"], "trainer.megatron: trainer.backend is fsdp2, which has no use for it"),
-        (
-            ["trainer.backend=megatron", "cluster.samplers=1"],
-            "cluster.samplers: what Megatron-core divides is not sent",
-        ),
         (["trainer.backend=megatron", "checkpoint.sharded=true"], "checkpoint.sharded: Megatron-core's parts are"),
         (["trainer.backend=megatron", "model.lora={}"], "model.lora: Megatron-core's layers take no adapters"),
         (
