@@ -96,7 +96,7 @@ MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "sampler.vllm": {"vllm"},
     "cluster": {"ray"},
     "trainer.zero": {"deepspeed"},
-    "trainer.megatron": {"megatron"},
+    "trainer.megatron_core": {"megatron"},
     "trainer.lora": {"peft"},
     "tools.mcp": {"fastmcp"},
 }

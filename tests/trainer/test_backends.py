@@ -20,6 +20,7 @@ from cluster.fleet import on_ranks
 from posttrain.packing import Batch, select
 from posttrain.trainer import megatron
 from posttrain.trainer.loading import ModelError, pick_device
+from posttrain.trainer.megatron_core import check_model
 from posttrain.trainer.megatron_optimizer import MegatronOptimizer
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.policy import Policy
@@ -305,4 +306,4 @@ def test_megatron_names_the_model_that_it_cannot_divide(
 ) -> None:
     module = tiny_policy(name, **overrides).module
     with pytest.raises(ModelError, match=message):
-        megatron.check_model(module, TrainerConfig.model_validate({"backend": "megatron"} | trainer))
+        check_model(module, TrainerConfig.model_validate({"backend": "megatron"} | trainer))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,21 +22,28 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from posttrain.trainer.attention import AttentionContext, PackedAttention, layout_of
 from posttrain.trainer.fused import LogitsRule, fused_logprobs
 from posttrain.trainer.loading import ModelError
+from posttrain.trainer.megatron_core import (
+    Norm,
+    Seen,
+    check_model,
+    collection,
+    layer_config,
+    megatron_core,
+    sizes_of,
+    submodules_of,
+)
 from posttrain.trainer.megatron_layout import Groups, Piece, Shared, as_it_is, half_view, heads_view, stacked_view
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.sharding import AT_HAND
 from posttrain.trainer.vocabulary import Team, team_logprobs
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3")  # model_type of those whose layers are Megatron's under another name
-SPARSE = ("qwen3_moe",)
 DEVICES = ("cuda",)  # that its layers ask for by name
 TRIED = 9  # tokens on which both have to agree before the run starts
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the largest hidden state
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the norm of hidden states
 
 
 class Undivided(Protocol):
@@ -52,16 +58,6 @@ class Undivided(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What the attention of every layer needs to know of a forward."""
-
-    context: AttentionContext
-    cos: Tensor  # [1, R, D]
-    sin: Tensor
-    rows: int  # R; behind them come rows that only make them divide among the ranks
-
-
 class MegatronDecoder(nn.Module):
     """The decoder and the head of `policy.module` as Megatron's layers, of which this rank has its part.
 
@@ -72,11 +68,11 @@ class MegatronDecoder(nn.Module):
     def __init__(self, policy: Undivided, ranks: Ranks, trainer: TrainerConfig) -> None:
         super().__init__()
         module: Any = policy.module
-        self._core = _megatron()
+        self._core = megatron_core()
         self.groups = Groups.of(ranks, trainer)
-        self._sizes = _sizes(module, trainer)
-        self._plan = _layer_config(self._core, module, trainer, policy.dtype)
-        self._process_groups = _collection(self._core, self.groups, trainer)
+        self._sizes = sizes_of(module, trainer)
+        self._plan = layer_config(self._core, module, trainer, policy.dtype)
+        self._process_groups = collection(self._core, self.groups, trainer)
         self._device = policy.device
         self._recomputes = bool(getattr(policy.decoder, "gradient_checkpointing", False))
         self._rotary: Callable[..., tuple[Tensor, Tensor]] = policy.decoder.rotary_emb  # type: ignore[assignment]
@@ -91,7 +87,7 @@ class MegatronDecoder(nn.Module):
                 self._layer(number, layer)
                 for number, layer in enumerate(policy.decoder.layers)  # type: ignore[arg-type]
             )
-        self.norm = _Norm(config=self._plan, hidden_size=self._plan.hidden_size, eps=self._plan.layernorm_epsilon)
+        self.norm = Norm(config=self._plan, hidden_size=self._plan.hidden_size, eps=self._plan.layernorm_epsilon)
         self._take(policy.decoder.norm.weight, self.norm.weight)  # type: ignore[union-attr, arg-type]
         self._take_vocabulary(module)
         setattr(module, AT_HAND, self._at_hand)
@@ -102,7 +98,7 @@ class MegatronDecoder(nn.Module):
         padded = F.pad(token_ids, (0, -rows % self._sizes.tensor))
         x = self._embedded(padded)
         cos, sin = self._rotary(x, position_ids=positions[None])
-        seen = _Seen(attention, cos, sin, rows)
+        seen = Seen(attention, cos, sin, rows)
         for layer in self.layers:
             run = partial(checkpoint, layer, use_reentrant=False) if self._recomputes else layer
             x, _ = run(x, attention_mask=seen)
@@ -153,7 +149,7 @@ class MegatronDecoder(nn.Module):
     def _layer(self, number: int, source: Any) -> nn.Module:
         """Megatron's counterpart of a decoder layer, whose weights it takes."""
         sparse = hasattr(source.mlp, "experts")
-        submodules = _submodules(self._core, sparse=sparse, normed=hasattr(source.self_attn, "q_norm"))
+        submodules = submodules_of(self._core, sparse=sparse, normed=hasattr(source.self_attn, "q_norm"))
         layer = self._core.TransformerLayer(
             config=self._plan, submodules=submodules, layer_number=number + 1, pg_collection=self._process_groups
         )
@@ -260,236 +256,10 @@ def divide(policy: Undivided, ranks: Ranks, trainer: TrainerConfig) -> MegatronD
     own = policy.decoder(**given, use_cache=False, attention=attention).last_hidden_state
     made = MegatronDecoder(policy, ranks, trainer)
     theirs = made(ids, positions, attention)
-    gap = float((own - theirs).abs().max() / own.abs().max())
+    gap = float((own - theirs).float().norm() / own.float().norm())
     if not gap <= TOLERANCE[policy.dtype]:
         raise ModelError(
             f"{type(module).__name__}: hidden states by Megatron's layers differ from the model's own by {gap:.3g} of "
-            f"the largest (allowed {TOLERANCE[policy.dtype]}); set trainer.backend: fsdp2"
+            f"their norm (allowed {TOLERANCE[policy.dtype]}); set trainer.backend: fsdp2"
         )
     return made
-
-
-class _Norm(nn.Module):
-    """RMSNorm as transformers computes it: Megatron's own without Transformer Engine knows no sequence parallel."""
-
-    def __init__(self, *, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)
-
-
-class _Attention(nn.Module):
-    """Megatron's place for who sees whom, where the `AttentionContext` of the forward says it."""
-
-    def __init__(self, *, layer_number: int, **_: Any) -> None:
-        super().__init__()
-        self.index = layer_number - 1
-        self.options: dict[str, Any] = {}
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: _Seen, **_: Any) -> Tensor:
-        """[R + pad, 1, H * D] of queries, keys and values [R + pad, 1, H, D]."""
-        seen, count = attention_mask, len(query)
-        q, k, v = (x[: seen.rows].permute(1, 2, 0, 3) for x in (query, key, value))
-        q, k = apply_rotary_pos_emb(q, k, seen.cos, seen.sin)
-        out = seen.context.attend(self.index, q, k, v, **self.options)
-        return F.pad(out.flatten(2).transpose(0, 1), (0, 0, 0, 0, 0, count - seen.rows))
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    tensor: int  # ranks of a team
-    heads: int
-    keys: int  # key heads
-    head: int  # numbers of a head
-
-
-def _sizes(module: Any, trainer: TrainerConfig) -> _Sizes:
-    config = module.config
-    heads = config.num_attention_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return _Sizes(trainer.tensor_parallel, heads, config.num_key_value_heads, head)
-
-
-def check_model(module: Any, trainer: TrainerConfig) -> None:
-    """Raises ModelError for a model that Megatron-core's layers do not compute, or that the ranks do not divide."""
-    config, name = module.config, type(module).__name__
-    kind = getattr(config, "model_type", None)
-    if hasattr(module, "peft_config"):
-        raise ModelError(
-            "trainer.backend megatron trains all weights, no adapters; leave out model.lora or the backend"
-        )
-    if kind not in DENSE + SPARSE:
-        raise ModelError(
-            f"trainer.backend megatron has no layers for {name} (model_type {kind}), only for "
-            f"{', '.join(DENSE + SPARSE)}; set trainer.backend: fsdp2, which divides any model"
-        )
-    extra = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
-    if extra or config.hidden_act != "silu":
-        what = ", ".join(extra) or f"hidden_act {config.hidden_act}"
-        raise ModelError(f"trainer.backend megatron has no layers for {name} with {what}; set trainer.backend: fsdp2")
-    counts = {"num_attention_heads": trainer.tensor_parallel, "num_key_value_heads": trainer.tensor_parallel}
-    counts["intermediate_size"] = trainer.tensor_parallel
-    if kind in SPARSE:
-        counts["num_experts"] = trainer.expert_parallel
-    elif trainer.expert_parallel > 1:
-        raise ModelError(f"trainer.megatron.expert_parallel: {name} has no experts; leave it out")
-    uneven = [
-        f"{key} = {getattr(config, key)} by {size}" for key, size in counts.items() if getattr(config, key) % size
-    ]
-    if uneven:
-        raise ModelError(
-            f"trainer.tensor_parallel and trainer.megatron.expert_parallel do not divide {', '.join(uneven)} of "
-            f"{name}; choose divisors"
-        )
-
-
-class _Core:
-    """The names of Megatron-core that are used here."""
-
-    def __init__(self) -> None:
-        from megatron.core import parallel_state, tensor_parallel  # type: ignore[import-not-found]
-        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # type: ignore[import-not-found]
-        from megatron.core.process_groups_config import ProcessGroupCollection  # type: ignore[import-not-found]
-        from megatron.core.transformer import attention, mlp  # type: ignore[import-not-found]
-        from megatron.core.transformer.enums import AttnMaskType  # type: ignore[import-not-found]
-        from megatron.core.transformer.moe import experts, moe_layer, router  # type: ignore[import-not-found]
-        from megatron.core.transformer.spec_utils import ModuleSpec  # type: ignore[import-not-found]
-        from megatron.core.transformer.transformer_config import TransformerConfig  # type: ignore[import-not-found]
-        from megatron.core.transformer.transformer_layer import (  # type: ignore[import-not-found]
-            TransformerLayer,
-            TransformerLayerSubmodules,
-        )
-
-        self.parallel_state = parallel_state
-        self.tensor_parallel, self.get_bias_dropout_add = tensor_parallel, get_bias_dropout_add
-        self.ProcessGroupCollection, self.attention, self.mlp = ProcessGroupCollection, attention, mlp
-        self.AttnMaskType, self.experts, self.moe_layer = AttnMaskType, experts, moe_layer
-        self.ModuleSpec, self.TransformerConfig = ModuleSpec, TransformerConfig
-        self.TransformerLayer, self.TransformerLayerSubmodules = TransformerLayer, TransformerLayerSubmodules
-
-        class Router(router.TopKRouter):
-            def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-                """There is none; Megatron's own, which would see that, is compiled for every layer."""
-
-        self.Router = Router
-
-
-def _megatron() -> Any:
-    try:
-        with warnings.catch_warnings():  # it tells what else could be installed
-            warnings.simplefilter("ignore")
-            core = _Core()
-    except ImportError as error:
-        raise ModelError(
-            f"trainer.backend is megatron, which cannot be imported ({error}); pip install 'posttrain[megatron]' "
-            "(Python 3.12, CUDA), or set fsdp2"
-        ) from error
-    warnings.filterwarnings("ignore", "When using sequence parallelism it is recommended")  # a matter of speed
-    return core
-
-
-def _collection(core: Any, groups: Groups, trainer: TrainerConfig) -> Any:
-    """For Megatron's layers: no pipeline, no context parallel, experts whole."""
-    if not core.parallel_state.model_parallel_is_initialized():  # its layers ask a few buffers of it
-        core.parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=trainer.tensor_parallel,
-            expert_model_parallel_size=trainer.expert_parallel,
-            expert_tensor_parallel_size=1,
-        )
-    return core.ProcessGroupCollection(
-        tp=groups.tensor,
-        pp=groups.alone,
-        cp=groups.alone,
-        tp_cp=groups.tensor,
-        dp=groups.data,
-        dp_cp=groups.data,
-        tp_dp_cp=groups.everyone,
-        ep=groups.expert,
-        expt_tp=groups.alone,
-        tp_ep=groups.expert,
-        expt_dp=groups.expert_data,
-    )
-
-
-def _layer_config(core: Any, module: Any, trainer: TrainerConfig, dtype: torch.dtype) -> Any:
-    config, sizes = module.config, _sizes(module, trainer)
-    sparse: dict[str, Any] = {}
-    if config.model_type in SPARSE:
-        sparse = {
-            "num_moe_experts": config.num_experts,
-            "moe_router_topk": config.num_experts_per_tok,
-            "moe_ffn_hidden_size": config.moe_intermediate_size,
-            "moe_router_pre_softmax": not config.norm_topk_prob,  # softmax over the chosen ones = all, made to sum to 1
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
-            "expert_model_parallel_size": trainer.expert_parallel,
-        }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return core.TransformerConfig(
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            num_attention_heads=sizes.heads,
-            num_query_groups=sizes.keys,
-            kv_channels=sizes.head,
-            ffn_hidden_size=config.intermediate_size,
-            normalization="RMSNorm",
-            layernorm_epsilon=config.rms_norm_eps,
-            qk_layernorm=hasattr(module.get_decoder().layers[0].self_attn, "q_norm"),
-            add_bias_linear=False,
-            add_qkv_bias=module.get_decoder().layers[0].self_attn.q_proj.bias is not None,
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            tensor_model_parallel_size=sizes.tensor,
-            expert_tensor_parallel_size=1,
-            sequence_parallel=sizes.tensor > 1,
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
-            use_cpu_initialization=True,
-            perform_initialization=False,
-            transformer_impl="local",
-            persist_layer_norm=False,
-            bias_dropout_fusion=False,
-            bias_activation_fusion=False,
-            gradient_accumulation_fusion=False,
-            **sparse,
-        )
-
-
-def _submodules(core: Any, *, sparse: bool, normed: bool) -> Any:
-    """Of one layer: Megatron's own parts, but for norms and attention."""
-    column, row = core.tensor_parallel.ColumnParallelLinear, core.tensor_parallel.RowParallelLinear
-    projections = core.mlp.MLPSubmodules(linear_fc1=column, linear_fc2=row)
-    if sparse:
-        experts = partial(core.experts.SequentialMLP, submodules=projections)
-        mlp = partial(
-            core.moe_layer.MoELayer, submodules=core.moe_layer.MoESubmodules(experts=experts, router=core.Router)
-        )
-    else:
-        mlp = partial(core.mlp.MLP.as_mlp_submodule, submodules=projections)
-    attention = core.attention.SelfAttentionSubmodules(
-        linear_qkv=column,
-        core_attention=_Attention,
-        linear_proj=row,
-        q_layernorm=_Norm if normed else None,
-        k_layernorm=_Norm if normed else None,
-    )
-    return core.TransformerLayerSubmodules(
-        input_layernorm=_Norm,
-        self_attention=core.ModuleSpec(
-            module=core.attention.SelfAttention,
-            params={"attn_mask_type": core.AttnMaskType.causal},
-            submodules=attention,
-        ),
-        self_attn_bda=core.get_bias_dropout_add,
-        pre_mlp_layernorm=_Norm,
-        mlp=mlp,
-        mlp_bda=core.get_bias_dropout_add,
-    )
