@@ -87,7 +87,8 @@ class MegatronDecoder(nn.Module):
                 self._layer(number, layer)
                 for number, layer in enumerate(policy.decoder.layers)  # type: ignore[arg-type]
             )
-        self.norm = Norm(config=self._plan, hidden_size=self._plan.hidden_size, eps=self._plan.layernorm_epsilon)
+        norm = Norm(config=self._plan, hidden_size=self._plan.hidden_size, eps=self._plan.layernorm_epsilon)
+        self.norm = norm.to(self._device)
         self._take(policy.decoder.norm.weight, self.norm.weight)  # type: ignore[union-attr, arg-type]
         self._take_vocabulary(module)
         setattr(module, AT_HAND, self._at_hand)
