@@ -40,7 +40,7 @@ def config_in(folder: Path, trainer: dict[str, Any]) -> RLConfig:
     return toy_config(
         folder,
         run={"steps": STEPS},
-        model={"dtype": "float32"},
+        model={"dtype": "float32", "compile": False},
         batch={"prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_micro_batch": 160},
         optimizer={"lr": 1e-3, "eps": 1e-3},
         algorithm={"kl_coef": 0.01, "kl_in": "loss"},

@@ -74,15 +74,13 @@ class MegatronDecoder(nn.Module):
         self._plan = layer_config(self._core, module, trainer, policy.dtype)
         self._process_groups = collection(self._core, self.groups, trainer)
         self._device = policy.device
-        self._recomputes = bool(getattr(policy.decoder, "gradient_checkpointing", False))
+        self._recomputes = any(getattr(part, "gradient_checkpointing", False) for part in policy.decoder.modules())
         self._rotary: Callable[..., tuple[Tensor, Tensor]] = policy.decoder.rotary_emb  # type: ignore[assignment]
         self._divides_words = len(module.get_input_embeddings().weight) % trainer.tensor_parallel == 0
         self.pieces: dict[int, Piece] = {}  # by the id of the parameter of the module
         self.shared: dict[nn.Parameter, Shared] = {}  # of every parameter here
-        with (
-            warnings.catch_warnings()
-        ):  # of what it lacks (Transformer Engine, Apex), and that one rank divides nothing
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it lacks, and that experts are not cut
             self.layers = nn.ModuleList(
                 self._layer(number, layer)
                 for number, layer in enumerate(policy.decoder.layers)  # type: ignore[arg-type]
