@@ -15,10 +15,11 @@ from posttrain.config import config_yaml
 
 @NEEDS_RAY
 def test_on_ray_the_seat_of_the_only_sampler_dies(tmp_path: Path):
+    """It is in the bundle of the rank, and so is that of its replacement; weights go through shared memory."""
     config = configured(tmp_path, 1, run={"steps": 4})
     file = tmp_path / "config.yaml"
     file.write_text(config_yaml(config))
-    process = begun(file, "cluster.ray=local")
+    process = begun(file, "cluster.ray=local", "cluster.colocated=true")
     wait_for(config.run.directory / "trajectories" / "step-000001.parquet", process)
     os.kill(parent(samplers_of(file)[0]), signal.SIGKILL)
     _, err = process.communicate(timeout=SECONDS)

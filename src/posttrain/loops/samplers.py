@@ -133,8 +133,10 @@ def published_sampling(config: RLConfig, tokenizer: Any, policy: Policy) -> Samp
         how = {"model": settings.model, "token": _token(settings), **settings.options}
         engine = VllmServerSampler(policy, settings.url, tokenizer, **how)
     try:
+        # what `shared` is between processes, `auto` is in one: the config of a run is read for its evaluation, too
+        transport = "auto" if settings.transport == "shared" else settings.transport
         gap = settings.max_probe_gap
-        publisher = Publisher(policy, engine, transport=settings.transport, folder=settings.folder, max_gap=gap)
+        publisher = Publisher(policy, engine, transport=transport, folder=settings.folder, max_gap=gap)
     except BaseException:
         engine.close()
         raise

@@ -76,8 +76,7 @@ class AdapterReceiver(Receiver, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A transfer: `seconds` of it without the probe (samplers apart draw it as a part of taking weights, so there it is
-    included); `probe_gap` is the largest difference of a log-prob."""
+    """A transfer: `seconds` of it without the probe; `probe_gap` is the largest difference of a log-prob."""
 
     version: int
     transport: str
