@@ -265,14 +265,15 @@ def publish(run: Run, runner: Runner, metrics: Metrics | None = None) -> None:
     all the publishing there is. What a resumed run samples cannot depend on what was cached before the kill.
 
     In an asynchronous run it may be in the middle of its requests, and then sees by the version what it must drop.
-    Samplers apart get their weights from this thread, while requests go on: nobody else reads what it trains.
+    Samplers apart get their weights from this thread, while requests go on: nobody else reads what it trains. An engine
+    of this process gets them on the loop that asks it, and this thread waits.
     """
     run.crew.order("publish")
-    if run.ahead is None:
+    if run.ahead is not None and run.crew.pool is not None:
+        asyncio.run(run.sampling.refresh(metrics))
+    elif run.ahead is None or run.sampling.publisher is not None:
         run.learner.publish()
         runner.run(run.sampling.refresh(metrics))
-    elif run.sampling.publisher is not None:
-        asyncio.run(run.sampling.refresh(metrics))
     else:
         runner.run(_publish_between_forwards(run, run.ahead))
 
