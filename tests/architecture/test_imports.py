@@ -36,6 +36,7 @@ LAYERS = {
     "trainer": 2,
     "weights.adapters": 2,
     "weights.buckets": 2,
+    "weights.names": 2,
     "envs": 3,
     "sampler": 3,
     "rollout": 4,

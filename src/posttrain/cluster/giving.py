@@ -94,8 +94,7 @@ class PoolPublisher:
 
     @property
     def exact(self) -> bool:
-        """Whether samplers compute what the trainer computes: log-probs need not be computed again."""
-        return self.settings.engine == "native"
+        return self.settings.computes_as_trainer
 
     @property
     def transport(self) -> str:

@@ -58,6 +58,11 @@ class SamplerConfig(BaseModel):
     token_env: str | None = Field(default=None, description="environment variable with the server's API key")
 
     @property
+    def computes_as_trainer(self) -> bool:
+        """Whether log-probs of the sampler are the trainer's, so that they need not be computed again."""
+        return self.engine == "native"
+
+    @property
     def moves_weights(self) -> bool:
         """Whether something is set that only matters where weights are transferred."""
         return self.transport != "auto" or self.max_probe_gap is not None or self.folder is not None
