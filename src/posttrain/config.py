@@ -519,8 +519,6 @@ def _check_sampler(config: RLConfig) -> None:
             "vllm_server, which gives a vLLM server the policy's weights",
         )
     engine = config.sampler.engine
-    if engine == "vllm_server" and config.sampling.max_staleness is not None:
-        raise key_error("sampling.max_staleness", "rollouts do not run ahead in a vllm_server; leave it out")
     if config.sampler.sleep and config.sampling.max_staleness is not None:
         raise key_error(
             "sampler.sleep", "with sampling.max_staleness the engine samples while the trainer works; leave it out"

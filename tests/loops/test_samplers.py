@@ -103,7 +103,6 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         ([*SERVED, "sampler.transport=memory"], "memory does not reach a server"),
         ([*SERVED, "sampler.options.kv_gib=1"], "no option of the engine vllm_server"),
         ([*SERVED, "trainer.ranks=2"], "vllm_server samples for a run on one rank"),
-        ([*SERVED, "sampling.max_staleness=1"], "rollouts do not run ahead in a vllm_server"),
         ([*SERVED, "sampler.sleep=1"], "sampler.sleep goes with sampler.engine: vllm"),
     ],
 )

@@ -140,9 +140,10 @@ def by_command(folder: Path, config: RLConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    with Served(Path(model_path("tiny_search_base")), tmp_path / "log.txt").running() as server:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("served") / "log.txt"
+    with Served(Path(model_path("tiny_search_base")), log).running() as server:
         yield server
 
 
@@ -171,6 +172,29 @@ def test_a_run_trains_with_a_server_and_outlives_its_restart(
     assert {v for t in second for v in t.policy_versions} == {-1, 1}
     before, after = weights(run), weights(over_http)
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
+
+
+def test_a_server_samples_ahead_and_outlives_its_restart(served: Served, tmp_path: Path) -> None:
+    """It is killed while step 2 is sampled and the policy trains, and sampled turns are those of published weights."""
+    server = {"engine": "vllm_server", "url": served.url, "options": {"patience_seconds": 600}}
+    run = rl.start(patient(tmp_path, server))
+    Patient.made = 0
+    states = [weights(run)]
+    run.on_row = lambda step, row: states.append(weights(run))
+
+    def restart() -> None:
+        go_when(lambda: run.sampling.sampler.version >= 1)
+        served.kill()
+        served.start()
+
+    waiter = threading.Thread(target=restart, daemon=True)
+    waiter.start()
+    try:
+        rl.train(run)
+    finally:
+        run.close()
+        waiter.join()
+    assert_second_step_saw_both(run, *states[:2])
 
 
 def test_adapters_alone_reach_the_engine(tmp_path: Path) -> None:

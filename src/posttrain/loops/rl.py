@@ -169,8 +169,10 @@ def config_of(path: Path) -> RLConfig:
 def train(run: Run) -> Run:
     """Runs all steps that are left. What is finished when this raises is kept and can be resumed."""
     with asyncio.Runner() if run.ahead is None else Background() as runner:
-        if isinstance(runner, Background) and run.crew.pool is not None:
-            run.crew.pool.soon = runner.soon
+        if isinstance(runner, Background):
+            run.sampling.renew_while_held(runner.soon)
+            if run.crew.pool is not None:
+                run.crew.pool.soon = runner.soon
         try:
             if run.step == 0 and 0 in run.plan.eval_steps:
                 _log(run, _evaluate(run, runner, Metrics()))
