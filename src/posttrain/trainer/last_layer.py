@@ -104,19 +104,19 @@ def renumbered(rows: Tensor, count: int, read: Tensor) -> Tensor:
 
 def _forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the layer's own forward, which it calls; [1, R, K] -> [1, r, K]."""
-    own = type(layer).forward
+    own = getattr(layer, "posttrain_forward", None) or MethodType(type(layer).forward, layer)  # see `lean_layers.py`
     context = kwargs.get("attention")
     if not isinstance(context, ReadRows):
-        return own(layer, hidden_states, *args, **kwargs)
+        return own(hidden_states, *args, **kwargs)
     keys = _TakeKeys()
     with suppress(_KeysTaken):
-        own(layer, hidden_states, *args, **kwargs | {"attention": keys})
+        own(hidden_states, *args, **kwargs | {"attention": keys})
     if keys.taken is None:
         raise NotImplementedError(f"{type(layer).__name__} never asked for attention")
     count, rows = hidden_states.shape[1], context.rows
     args, kwargs = _of_rows(args, rows, count), _of_rows(kwargs, rows, count)
     kwargs["attention"] = _AttendFromRows(context, *keys.taken)
-    return own(layer, hidden_states.index_select(1, rows), *args, **kwargs)
+    return own(hidden_states.index_select(1, rows), *args, **kwargs)
 
 
 def _of_rows(value: Any, rows: Tensor, count: int) -> Any:

@@ -21,6 +21,7 @@ from posttrain.trainer.checks import check_policy
 from posttrain.trainer.compiling import compile_layers
 from posttrain.trainer.fused import LogitsRule, head_product
 from posttrain.trainer.last_layer import ReadRows, prepare_last_layer, renumbered, rows_read
+from posttrain.trainer.lean_layers import quicken_layers
 from posttrain.trainer.loading import (
     ModelConfig,
     ModelError,
@@ -141,6 +142,7 @@ class Policy:
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens; `attention` says who sees whom."""
+        quicken_layers(self.decoder, len(token_ids))
         return decoder_hidden_states(self.decoder, token_ids, positions, attention)
 
     def next_token_logits(self, hidden: Tensor) -> Tensor:
