@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posttrain.sampler.lean_decoder import How, Trial, is_plain
+from posttrain.sampler.lean_decoder import Trial, is_plain
 from posttrain.trainer.attention import AttentionContext
+from posttrain.trainer.lean_layers import How
 from posttrain.trainer.policy import Policy
 
 Turn = tuple[Tensor, Tensor]  # cosine and signed sine of the rotary positions, [R, 1, D] each

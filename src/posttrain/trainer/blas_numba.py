@@ -16,6 +16,7 @@ ONE = np.float32(1)
 ZERO = np.float32(0)
 LOG2_E = np.float32(1 / math.log(2))
 LOWEST = np.float32(-126)  # the exponent of the smallest normal number
+HIGHEST = np.float32(126)  # an exponent of which 2^y is far from infinite
 # 2^f = sum of (f ln 2)^n / n!, to 1e-7 for f within half of 0
 TERMS = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(7))
 

@@ -63,7 +63,8 @@ def compiles() -> bool:
 
 def compiled_attention(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
     """[1, R, H, Dv] of [1, H, R, D], [1, G, R, D], [1, G, R, Dv]; differentiable in all three."""
-    return CompiledAttention.apply(*(x[0].transpose(0, 1) for x in (query, key, value)), sight)[None]  # type: ignore[index]
+    rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # x[0] would be copied on the way back
+    return CompiledAttention.apply(*rows, sight).unsqueeze(0)  # type: ignore[union-attr]
 
 
 @cache

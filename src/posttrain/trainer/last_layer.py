@@ -42,6 +42,7 @@ class _KeysTaken(Exception):
 @dataclass(slots=True)
 class _TakeKeys:
     taken: tuple[Tensor, Tensor] | None = None
+    wanted = ("k", "v")  # layers that can leave out the rest do so (`lean_layers.py`)
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         self.taken = key, value
@@ -55,14 +56,15 @@ class _AttendFromRows:
     context: ReadRows
     key: Tensor
     value: Tensor
+    wanted = ("q",)
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         rows = self.context.rows
         heads, size = query.shape[1], query.shape[-1]
-        everywhere = query.new_zeros(1, heads, self.key.shape[2], size).index_copy(2, rows, query)
+        everywhere = query.new_zeros(1, self.key.shape[2], heads, size).index_copy(1, rows, query.transpose(1, 2))
         inner = self.context.inner
         inner = inner.reading(rows) if isinstance(inner, SharedPrefixAttention) else inner
-        out = inner.attend(layer_idx, everywhere, self.key, self.value, **options)
+        out = inner.attend(layer_idx, everywhere.transpose(1, 2), self.key, self.value, **options)
         return out.index_select(1, rows)
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.trainer.blas_numba import LOG2_E, ONE, ZERO, compiled, exp2
-
-HIGHEST = np.float32(126)  # an exponent that is kept finite
+from posttrain.trainer.blas_numba import HIGHEST, LOG2_E, ONE, ZERO, compiled, exp2
 
 
 @compiled

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # norm, attention, norm, gated SiLU; rotary positions
 TRIED = (0, 1, 2, 3, 40, 41, 42)  # positions of the tokens of the comparison
 TOLERANCE = 1e-4  # relative to the largest number
+QKV = ("q", "k", "v")
 
 _lock = Lock()
 _seen: WeakSet[nn.Module] = WeakSet()  # decoders that have been looked at
@@ -40,7 +41,7 @@ class How:
 
 
 @dataclass(slots=True)
-class Trial:
+class Asked:
     """Plain causal attention that remembers how it was asked."""
 
     how: dict[int, How] = field(default_factory=dict[int, How])
@@ -59,19 +60,22 @@ class Trial:
     ) -> Tensor:
         self.how[layer_idx] = How(scaling, sliding_window)
         self.extras |= bool(extras)
-        visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
         return exact_attention(query, key, value, visible, scaling=scaling, **extras).transpose(1, 2)
 
 
-def is_plain(module: nn.Module, config: Any) -> bool:
-    """Whether layers may be written out: of a known architecture, in float32 on a CPU, without adapters or hooks."""
+def is_known(module: nn.Module, config: Any) -> bool:
+    """Whether it, or its layers, are of those architectures, without adapters, hooks or layers of another kind."""
     parts = list(module.modules())
     return (
         config.model_type in MODEL_TYPES
-        and all(p.device.type == "cpu" and p.dtype == torch.float32 for p in module.parameters())
         and all(type(m) is nn.Linear for m in parts if isinstance(m, nn.Linear) or hasattr(m, "base_layer"))
-        and not any(m._forward_hooks or m._forward_pre_hooks or m._compiled_call_impl for m in parts)
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in parts)
     )
+
+
+def in_float32_on_cpu(module: nn.Module) -> bool:
+    return all(p.device.type == "cpu" and p.dtype is torch.float32 for p in module.parameters())
 
 
 def quicken_layers(decoder: Any, rows: int) -> None:
@@ -81,12 +85,15 @@ def quicken_layers(decoder: Any, rows: int) -> None:
     with _lock:
         if decoder not in _seen:
             _seen.add(decoder)
-            if is_plain(decoder.layers, decoder.config):
+            layers = getattr(decoder, "layers", None)
+            if isinstance(layers, nn.ModuleList) and in_float32_on_cpu(layers) and is_known(layers, decoder.config):
                 _quicken(decoder)
 
 
 def _quicken(decoder: Any) -> None:
-    """Every layer, if all give what they should."""
+    """Every layer, if all give what they should and none is compiled otherwise."""
+    if any(layer._compiled_call_impl for layer in decoder.layers):
+        return
     with torch.inference_mode(False), torch.enable_grad():
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(1, len(TRIED), decoder.config.hidden_size, generator=generator)
@@ -103,16 +110,16 @@ def _agreed(layer: Any, x: Tensor, turn: tuple[Tensor, ...]) -> How | None:
     """How the layer asks for attention, if written out it gives the same values and gradients."""
     x = x.requires_grad_()
     inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    trial = Trial()
+    asked = Asked()
     seed = x.detach().flip(1)
-    own = type(layer).forward(layer, x, position_embeddings=turn, attention_mask=None, attention=trial)
-    (how,) = trial.how.values()
-    written_out = _written_out(layer, how, x, turn, Trial())
+    own = type(layer).forward(layer, x, position_embeddings=turn, attention_mask=None, attention=asked)
+    (how,) = asked.how.values()
+    written_out = _written_out(layer, how, x, turn, Asked())
     pairs = zip(*((out, *torch.autograd.grad(out, inputs, seed)) for out in (own, written_out)), strict=True)
     close = all((a - b).abs().max() <= TOLERANCE * a.abs().max() for a, b in pairs)
-    if not close or trial.extras:
+    if not close or asked.extras:
         log.warning("layers of %s differ from what is known of them: they are computed as they are", type(layer).__name__)
-    return how if close and not trial.extras else None
+    return how if close and not asked.extras else None
 
 
 def _forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -130,14 +137,16 @@ def _written_out(
     norms = [layer.input_layernorm, getattr(block, "q_norm", None), getattr(block, "k_norm", None)]
     epsilons = [0.0 if norm is None else norm.variance_epsilon for norm in norms]
     weights = [None if norm is None else norm.weight for norm in norms]
-    weights += _parameters(block.q_proj, block.k_proj, block.v_proj)
-    x, *qkv = Project.apply(hidden_states[0], *(part[0] for part in turn), epsilons, *weights)  # type: ignore[misc]
-    q, k, v = (part.unflatten(1, (-1, block.head_dim)).transpose(0, 1)[None] for part in qkv)
+    wanted = getattr(attention, "wanted", QKV)
+    weights += _parameters(*(getattr(block, f"{name}_proj") if name in wanted else None for name in QKV))
+    x, *qkv = Project.apply(hidden_states.squeeze(0), *(part[0] for part in turn), epsilons, *weights)  # type: ignore[misc]
+    q, k, v = (x if x is None else x.unflatten(1, (-1, block.head_dim)).transpose(0, 1).unsqueeze(0) for x in qkv)
     o = attention.attend(block.layer_idx, q, k, v, scaling=how.scaling, sliding_window=how.sliding_window)
     norm = layer.post_attention_layernorm
     weights = [norm.weight, *_parameters(block.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-    return Feed.apply(x, o[0].flatten(1), norm.variance_epsilon, *weights)[None]  # type: ignore[index]
+    return Feed.apply(x, o.squeeze(0).flatten(1), norm.variance_epsilon, *weights).unsqueeze(0)  # type: ignore[union-attr]
 
 
-def _parameters(*linears: nn.Linear) -> list[Tensor | None]:
-    return [parameter for linear in linears for parameter in (linear.weight, linear.bias)]
+def _parameters(*linears: nn.Linear | None) -> list[Any]:
+    """Weight and bias of each."""
+    return [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
