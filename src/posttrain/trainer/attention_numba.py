@@ -47,12 +47,7 @@ def attend_backward(sgemm, qkv, segments, how, scratch, out, grad, grads):
 
 @compiled
 def _is_read(read, first, last):
-    if len(read) == 0:
-        return True
-    for r in range(first, last):
-        if read[r]:
-            return True
-    return False
+    return len(read) == 0 or read[first:last].any()
 
 
 @compiled

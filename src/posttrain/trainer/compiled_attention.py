@@ -58,7 +58,12 @@ def takes(rows: Tensor) -> bool:
 
 def compiles() -> bool:
     """Whether kernels of numba do what one thread of torch would."""
-    return torch.get_num_threads() == 1 and may_compile() and sgemm_address() is not None and _agrees()
+    return could_compile() and _agrees()
+
+
+def could_compile() -> bool:
+    """Whether they are asked for, before any is."""
+    return torch.get_num_threads() == 1 and may_compile() and sgemm_address() is not None
 
 
 def compiled_attention(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:

@@ -23,7 +23,7 @@ from posttrain.numba_code import numba_code
 BLOCK = 512  # rows
 NOTHING = np.empty(0, np.float32)
 
-Weights = tuple[Tensor | None, ...]
+Weights = Sequence[Tensor | None]
 
 
 class Project(torch.autograd.Function):
@@ -142,7 +142,7 @@ def _float(number: float) -> np.float32:
     return np.float32(number)
 
 
-def _zeros(weights: Sequence[Tensor | None], wanted: Sequence[bool] | None = None) -> list[Tensor | None]:
+def _zeros(weights: Weights, wanted: Sequence[bool] | None = None) -> list[Tensor | None]:
     wanted = [True] * len(weights) if wanted is None else wanted
     return [torch.zeros_like(w) if w is not None and ask else None for w, ask in zip(weights, wanted, strict=True)]
 
@@ -170,9 +170,7 @@ def _add_weights(x: Tensor, grad: Tensor, d_linear: Weights) -> None:
         d_bias += grad.sum(0)
 
 
-def _linears_back(
-    x: Tensor, grads: Sequence[Tensor | None], linears: Sequence[Tensor | None], d_linears: Weights, d_x: Tensor
-) -> None:
+def _linears_back(x: Tensor, grads: Weights, linears: Weights, d_linears: Weights, d_x: Tensor) -> None:
     """The backward pass of linears with one input; those without a gradient were not used."""
     beta = 0
     for i, grad in enumerate(grads):

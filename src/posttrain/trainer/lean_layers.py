@@ -17,8 +17,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from posttrain.trainer.attention import exact_attention
 from posttrain.trainer.compiled_attention import FEWEST, compiles
-from posttrain.trainer.attention import AttentionContext, exact_attention
 from posttrain.trainer.layer_functions import Feed, Project
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def _agreed(layer: Any, x: Tensor, turn: tuple[Tensor, ...]) -> How | None:
     pairs = zip(*((out, *torch.autograd.grad(out, inputs, seed)) for out in (own, written_out)), strict=True)
     close = all((a - b).abs().max() <= TOLERANCE * a.abs().max() for a, b in pairs)
     if not close or asked.extras:
-        log.warning("layers of %s differ from what is known of them: they are computed as they are", type(layer).__name__)
+        log.warning("%s differs from what is known of its kind: it is not compiled for training", type(layer).__name__)
     return how if close and not asked.extras else None
 
 
@@ -130,9 +130,7 @@ def _forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     return _written_out(layer, layer.posttrain_how, hidden_states, kwargs["position_embeddings"], attention)
 
 
-def _written_out(
-    layer: Any, how: How, hidden_states: Tensor, turn: tuple[Tensor, ...], attention: AttentionContext
-) -> Tensor:
+def _written_out(layer: Any, how: How, hidden_states: Tensor, turn: tuple[Tensor, ...], attention: Any) -> Tensor:
     block, mlp = layer.self_attn, layer.mlp
     norms = [layer.input_layernorm, getattr(block, "q_norm", None), getattr(block, "k_norm", None)]
     epsilons = [0.0 if norm is None else norm.variance_epsilon for norm in norms]
