@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.packing import Batch
 from posttrain.trainer import compiled_attention, lean_layers
+from posttrain.trainer.fused import fused_logprobs
 from posttrain.trainer.policy import Policy
 
 from .batches import ragged_batch
@@ -79,6 +80,42 @@ def test_blocks_of_rows_are_no_matter(name: str, monkeypatch: pytest.MonkeyPatch
     few(monkeypatch, 1)
     monkeypatch.setattr("posttrain.trainer.layer_functions.BLOCK", 16)
     close(computed(policy, batch), expected)
+
+
+def test_log_probs_of_many_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(s, generator=generator, requires_grad=True) for s in ((70, 8), (301, 8), (301,))
+    )
+    targets = torch.randint(301, (70,), generator=generator)
+    seeds = torch.randn(2, 70, generator=generator)
+
+    def run(bias: Tensor | None) -> tuple[Tensor, ...]:
+        inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
+        out = fused_logprobs(hidden, weight, bias, targets, temperature=0.7, with_entropy=True)
+        alone, _ = fused_logprobs(hidden, weight, bias, targets)
+        grads = torch.autograd.grad([*out, alone], inputs, [*seeds, seeds[0]])
+        return tuple(part.detach() for part in (*out, alone, *grads) if part is not None)
+
+    expected = [run(None), run(bias)]
+    few(monkeypatch, 1)
+    monkeypatch.setattr("posttrain.trainer.kept.BLOCK", 1)
+    for found, wanted in zip((run(None), run(bias)), expected, strict=True):
+        close(found, wanted)
+
+
+def test_what_is_not_finite_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    few(monkeypatch, 1)
+    query = torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
+    query[0, 1, 3] = torch.inf  # scores of one query
+    sight = compiled_attention.Sight.of([(0, 0, 0, 6)], scaling=1.0, window=None)
+    out = compiled_attention.compiled_attention(query, query[:, :1], query[:, :1], sight)
+    assert out.isfinite().all(-1).all(-1).tolist() == [[True, True, True, False, True, True]]
+    policy = tiny_policy("llama")
+    with torch.no_grad():
+        policy.module.get_input_embeddings().weight[:, 0] = torch.nan  # type: ignore[operator, union-attr]
+    batch = grouped(RAGGED)
+    assert policy.logprobs(batch)[batch.loss_mask].isnan().all()
 
 
 def test_the_same_bits_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,8 +73,8 @@ def product(sgemm, sizes, x, w, out, factors):
 
 @njit(inline="always", error_model="numpy", fastmath={"nsz", "contract", "reassoc", "arcp"})
 def exp2(y):
-    """2^y for y <= 127; what is below 2^-126 becomes that. Loops around it are done eight at a time."""
-    y = max(y, LOWEST)
+    """2^y for y <= 127; what is below 2^-126 becomes that, NaN stays. Loops around it are done eight at a time."""
+    y = LOWEST if y < LOWEST else y  # max(LOWEST, NaN) would be LOWEST
     whole = np.rint(y)
     f = y - whole
     power = _bits_as_float((np.int32(whole) + np.int32(127)) << np.int32(23))  # pyright: ignore[reportCallIssue]
