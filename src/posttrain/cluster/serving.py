@@ -69,6 +69,7 @@ def serve() -> None:
         if not asyncio.run(_Serving(engine, line).serve()):
             sys.exit(LEADER_GONE)
     finally:
+        line.close()  # its thread may be leaving a process group: the interpreter must not end under it
         if isinstance(engine, VllmSampler):
             engine.close()
 
