@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from posttrain.numba_code import numba_code
 from posttrain.packing import Batch
 from posttrain.trainer import compiled_attention, lean_layers
 from posttrain.trainer.fused import fused_logprobs
@@ -123,6 +124,17 @@ def test_the_same_bits_again(monkeypatch: pytest.MonkeyPatch) -> None:
     few(monkeypatch, 1)
     for a, b in zip(computed(policy, batch), computed(policy, batch), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["trainer.attention", "trainer.layers", "trainer.logprobs", "sampler.decode"])
+def test_a_process_that_compiles_runs_what_others_find_compiled(name: str) -> None:
+    """See `blas_numba.compiled`: seen as other log-probs in the process that had compiled the decoder."""
+    module = numba_code(f"posttrain.{name}_numba")
+    kernels = {key: part for key, part in vars(module).items() if hasattr(part, "targetoptions") and key != "product"}
+    assert len(kernels) >= 3
+    for key, kernel in kernels.items():
+        options = kernel.targetoptions
+        assert options.get("forceinline") or options.get("inline") == "always", key
 
 
 def test_what_does_not_train_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

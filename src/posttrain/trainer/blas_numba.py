@@ -20,7 +20,12 @@ HIGHEST = np.float32(126)  # an exponent of which 2^y is far from infinite
 # 2^f = sum of (f ln 2)^n / n!, to 1e-7 for f within half of 0
 TERMS = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(7))
 
-compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath={"nsz", "contract", "reassoc", "arcp"})
+FAST = {"nsz", "contract", "reassoc", "arcp"}
+
+# Inlined into whoever calls it. Else a process that compiles and one that finds compiled code may run different copies
+# of one function, each optimised for another caller, which sum in different orders: a resumed run would not repeat its
+# bits.
+compiled = njit(nogil=True, cache=True, forceinline=True, error_model="numpy", fastmath=FAST)
 
 
 @intrinsic
@@ -47,7 +52,7 @@ def _bits_as_float(typingctx, bits):  # pyright: ignore[reportUnusedParameter]
     return types.float32(types.int32), code
 
 
-@compiled
+@njit(nogil=True, cache=True, error_model="numpy")  # computes nothing itself
 def product(sgemm, sizes, x, w, out, factors):
     """out = factors[0] * x @ w + factors[1] * out with sizes = (rows, columns, inner).
 
@@ -71,7 +76,7 @@ def product(sgemm, sizes, x, w, out, factors):
     )  # fmt: skip
 
 
-@njit(inline="always", error_model="numpy", fastmath={"nsz", "contract", "reassoc", "arcp"})
+@njit(inline="always", error_model="numpy", fastmath=FAST)
 def exp2(y):
     """2^y for y <= 127; what is below 2^-126 becomes that, NaN stays. Loops around it are done eight at a time."""
     y = LOWEST if y < LOWEST else y  # max(LOWEST, NaN) would be LOWEST
