@@ -94,9 +94,10 @@ def test_log_probs_of_many_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(bias: Tensor | None) -> tuple[Tensor, ...]:
         inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
         out = fused_logprobs(hidden, weight, bias, targets, temperature=0.7, with_entropy=True)
-        alone, _ = fused_logprobs(hidden, weight, bias, targets)
-        grads = torch.autograd.grad([*out, alone], inputs, [*seeds, seeds[0]])
-        return tuple(part.detach() for part in (*out, alone, *grads) if part is not None)
+        alone = fused_logprobs(hidden, weight, bias, targets)
+        found = [part for part in (*out, *alone) if part is not None]
+        grads = torch.autograd.grad(found, inputs, [*seeds, seeds[0]])
+        return tuple(part.detach() for part in (*found, *grads))
 
     expected = [run(None), run(bias)]
     few(monkeypatch, 1)
