@@ -19,6 +19,7 @@ import torch
 
 from posttrain.config import ConfigError, RLConfig
 from posttrain.loops.learner import needs_replica, shares_reference, wants_reference
+from posttrain.numba_code import may_compile
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
 from posttrain.runs.memory import CONTEXT, ERROR_BAND, GIB, Estimate, Plant, estimate
 from posttrain.runs.model_shape import ModelShape
@@ -162,6 +163,7 @@ def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
         reshard_after_forward=trainer.reshard_after_forward,
         gradient_checkpointing=model.gradient_checkpointing,
         compiled=model.compiles_on(device) and trainer.tensor_parallel == 1,
+        numba=device == "cpu" and not half and may_compile(),
         grouped_keys=VARLEN_TAKES_GQA or device == "cpu",
         workers=1 if device == "cuda" or ranks > 1 else config.batch.cpu_workers,
     )
