@@ -1,7 +1,6 @@
 """One sampler made of those of all ranks: a rollout asks it as it would ask one.
 
-Seeds belong to requests, so what is sampled does
-not depend on who samples it.
+Seeds belong to requests, so what is sampled does not depend on who samples it.
 """
 
 from __future__ import annotations

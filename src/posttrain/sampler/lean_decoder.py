@@ -50,9 +50,7 @@ class LeanDecoder:
         """[1, R, K] last hidden states of one row of R tokens."""
         decoder = self.decoder
         x = F.embedding(token_ids, decoder.embed_tokens.weight)
-        cos, sin = (part[0, :, None] for part in decoder.rotary_emb(x[None], positions[None]))  # [R, 1, D]
-        half = sin.shape[-1] // 2
-        turn = (cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1))
+        turn = turn_at(decoder, x, positions)
         for layer_idx, layer in enumerate(decoder.layers):
             x = self._attended(layer_idx, layer, x, turn, attention)
             x = _fed_forward(layer, x)
@@ -76,6 +74,13 @@ class LeanDecoder:
         window = how.sliding_window
         out = attention.attend(layer_idx, query, key, value, scaling=how.scaling, sliding_window=window)
         return _added(x, out.reshape(len(x), -1), block.o_proj)
+
+
+def turn_at(decoder: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rotary positions, [R, 1, D] each: the cosine, and the sine that goes with the swapped halves of a head."""
+    cos, sin = (part[0, :, None] for part in decoder.rotary_emb(x[None], positions[None]))
+    half = sin.shape[-1] // 2
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
 
 def _fed_forward(layer: Any, x: Tensor) -> Tensor:

@@ -17,11 +17,7 @@ from posttrain.trainer.blas_numba import HIGHEST, LOG2_E, ONE, ZERO, compiled, e
 def normed(x, weight, eps, scales, y):
     """y = x r w; scales: r of every row, noted."""
     for i in range(len(x)):
-        row = x[i]
-        square = ZERO
-        for c in range(len(row)):
-            square += row[c] * row[c]
-        scales[i] = ONE / np.sqrt(square / np.float32(len(row)) + eps)
+        scales[i] = _scale_of(x[i], eps)
     normed_again(x, weight, scales, y)
 
 
@@ -61,11 +57,12 @@ def turned(heads, norm, turn, out):
 
 
 @compiled
-def _scale_of(head, eps):
+def _scale_of(row, eps):
+    """r of a row, or of a head."""
     square = ZERO
-    for d in range(len(head)):
-        square += head[d] * head[d]
-    return ONE / np.sqrt(square / np.float32(len(head)) + eps)
+    for c in range(len(row)):
+        square += row[c] * row[c]
+    return ONE / np.sqrt(square / np.float32(len(row)) + eps)
 
 
 @compiled
