@@ -1,9 +1,13 @@
-"""What giving weights to samplers in processes of their own costs: a random model, by broadcast and by disk.
+"""What giving weights to samplers in processes of their own costs: a random model, through shared memory, by broadcast
+and by disk.
 
-    python benchmarks/weights.py [--layers 14] [--samplers 1 2] [--times 5]
+    python benchmarks/weights.py [--layers 14] [--width 768] [--samplers 1 2] [--times 5] [--device cpu]
+    python benchmarks/weights.py --device cuda --width 2048 --layers 28 --samplers 1               (two GPUs)
+    python benchmarks/weights.py --device cuda --width 2048 --layers 28 --samplers 1 --colocated   (one GPU)
 
-Prints a row per transport and number of samplers (median seconds, probe included, and GB/s of one copy), and ends with
-one JSON line.
+Prints a row per transport and number of samplers: median seconds with loading and probe, those of the transfer and
+loading alone, and GB/s of one copy in the latter. Ends with one JSON line. The model is float32 on a CPU, bfloat16
+on a GPU. There samplers have other GPUs than the trainer, unless they are colocated, and then there is no broadcast.
 """
 
 from __future__ import annotations
@@ -31,41 +35,44 @@ from posttrain.cluster.giving import PoolPublisher
 from posttrain.cluster.launch import free_port
 from posttrain.cluster.line import Exchange
 from posttrain.cluster.pool import Pool, State
+from posttrain.cluster.start import devices_for
 from posttrain.config import ClusterConfig, ModelConfig, SamplerConfig
 from posttrain.loops.build import load_tokenizer
 from posttrain.packing import Batch
 from posttrain.trainer.policy import Policy
 from posttrain.weights.gather import as_json
 
-WIDTH = 768
+HEAD = 64
+TRANSPORTS = ("shared", "broadcast", "disk")
 COMMAND = [sys.executable, "-m", "posttrain", "sample-for-run"]
 
 
-def random_model(folder: Path, layers: int) -> Policy:
+def random_model(folder: Path, layers: int, width: int, device: str) -> Policy:
     """In `folder`, with a tokenizer that nobody will miss."""
     tokenizer = load_tokenizer("tiny_search_base")
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
+        hidden_size=width,
+        intermediate_size=4 * width,
         num_hidden_layers=layers,
-        num_attention_heads=12,
-        num_key_value_heads=6,
-        head_dim=64,
+        num_attention_heads=width // HEAD,
+        num_key_value_heads=width // HEAD // 2,
+        head_dim=HEAD,
     )
-    policy = Policy.random(config, seed=0)
+    policy = Policy.random(config, seed=0, device=device, dtype="auto")
     policy.save(folder, tokenizer)
     return policy
 
 
 @contextmanager
-def samplers(count: int) -> Iterator[Pool]:
+def samplers(cluster: ClusterConfig, device: str) -> Iterator[Pool]:
     """As a launcher would start them."""
-    calls = calls_at("127.0.0.1", free_port())
-    started = Samplers(count=count, command=COMMAND)
+    calls, count = calls_at("127.0.0.1", free_port()), cluster.samplers
+    devices = devices_for(1, count, colocated=cluster.colocated) if device == "cuda" else ()
+    started = Samplers(count=count, command=COMMAND, devices=devices)
     address = calls["POSTTRAIN_CALLS"].rpartition(":")
     exchange = Exchange(address[0], int(address[2]), calls["POSTTRAIN_SECRET"])
-    pool = Pool(exchange, ClusterConfig(samplers=count), lambda line: None)
+    pool = Pool(exchange, cluster, lambda line: None)
     exchange.keep_answering("sampler", pool.admit)
     running = [subprocess.Popen(COMMAND, env=os.environ | calls | started.place(n, count)) for n in range(count)]
     try:
@@ -76,9 +83,9 @@ def samplers(count: int) -> Iterator[Pool]:
             process.wait()
 
 
-def measured(policy: Policy, model: Path, count: int, transport: str, times: int) -> dict[str, Any]:
-    with samplers(count) as pool, tempfile.TemporaryDirectory() as folder:
-        settings = SamplerConfig.model_validate({"transport": transport})
+def measured(policy: Policy, model: ModelConfig, cluster: ClusterConfig, transport: str, times: int) -> dict[str, Any]:
+    with samplers(cluster, model.device) as pool, tempfile.TemporaryDirectory() as folder:
+        settings = SamplerConfig.model_validate({"transport": transport, "options": {"kv_gib": 0.5}})
 
         @torch.no_grad()
         def logprobs(batch: Batch) -> torch.Tensor:
@@ -93,23 +100,25 @@ def measured(policy: Policy, model: Path, count: int, transport: str, times: int
             logprobs=logprobs,
             folder=Path(folder) / "weights",
         )
-        sections = {"model": ModelConfig(path=str(model)).model_dump(mode="json"), "sampler": settings.model_dump()}
+        sections = {"model": model.model_dump(mode="json"), "sampler": settings.model_dump()}
         pool.begin({"do": "begin", **sections, "engines": 1, "manifest": as_json(publisher.manifest)})
-        pool.wait_for(lambda: len(pool.members(State.READY)) == count)
-        seconds = []
+        pool.wait_for(lambda: len(pool.members(State.READY)) == pool.count)
+        seconds, moving = [], []
         for version in range(times + 1):
             policy.version = version
             started = time.perf_counter()
-            asyncio.run(publisher.publish())
+            done = asyncio.run(publisher.publish())
             seconds.append(time.perf_counter() - started)
+            moving.append(done.seconds)
         publisher.close()
-    middle = statistics.median(seconds[1:])  # the first one also forms the group
+    middle = statistics.median(moving[1:])  # the first one also forms the group, or opens the memory
     return {
         "transport": transport,
-        "samplers": count,
+        "samplers": cluster.samplers,
         "mb": round(publisher.manifest.bytes / 1e6),
         "first_seconds": round(seconds[0], 2),
-        "seconds": round(middle, 2),
+        "seconds": round(statistics.median(seconds[1:]), 3),
+        "transfer_seconds": round(middle, 3),
         "gb_per_second": round(publisher.manifest.bytes / 1e9 / middle, 2),
     }
 
@@ -117,16 +126,24 @@ def measured(policy: Policy, model: Path, count: int, transport: str, times: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--samplers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--colocated", action="store_true")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        policy = random_model(Path(folder), options.layers)
-        for transport in ("broadcast", "disk"):
+        policy = random_model(Path(folder), options.layers, options.width, options.device)
+        model = ModelConfig.model_validate({"path": folder, "device": options.device})
+        for transport in options.transports:
+            if options.colocated and transport == "broadcast":
+                continue
             for count in options.samplers:
-                rows.append(measured(policy, Path(folder), count, transport, options.times))
+                cluster = ClusterConfig(samplers=count, colocated=options.colocated)
+                rows.append(measured(policy, model, cluster, transport, options.times))
                 print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     print(json.dumps(rows))
 

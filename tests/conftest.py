@@ -14,6 +14,8 @@ torch.set_num_threads(1)  # small operations stall with two OpenMP threads besid
 
 TESTS = Path(__file__).parent
 LONGEST_FIRST = (  # a long file that begins late has one core work alone in the end
+    "sampler/test_compiled_decoder.py",  # these two are not long: they compile what all others then find compiled
+    "trainer/test_lean_layers.py",
     "cluster/test_restart.py",
     "invariants/test_resume.py",
     "invariants/test_layouts.py",

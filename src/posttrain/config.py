@@ -25,6 +25,7 @@ from posttrain.retrieval.config import RetrievalConfig
 from posttrain.rewards.config import RewardConfig
 from posttrain.rollout import Limits
 from posttrain.runs.algorithm import AlgorithmConfig, DynamicSamplingConfig, ShapingConfig
+from posttrain.runs.cluster import ClusterConfig, check_apart, check_cluster
 from posttrain.runs.config_file import (
     ConfigError,
     Section,
@@ -201,45 +202,6 @@ class SamplingConfig(Section):
         return self
 
 
-class ClusterConfig(Section):
-    """Where the ranks of `trainer.ranks` run: on this machine, unless Ray is asked to place them."""
-
-    ray: str | None = Field(
-        default=None,
-        description="local = a cluster of this machine, auto = the one it belongs to, or HOST:PORT; null = no Ray",
-    )
-    samplers: NonNegativeInt = Field(
-        default=0, description="processes of their own that sample, beside the ranks; 0 = the ranks sample"
-    )
-    cpus_per_rank: PositiveInt = 1
-    cpus_per_sampler: PositiveInt = 1
-    num_cpus: PositiveInt | None = Field(
-        default=None, description="of a local cluster: cores that Ray gives out; null = as many as are asked for"
-    )
-    wait_seconds: PositiveInt = Field(default=300, description="for the cluster to have room for all of them")
-    timeline: Path | None = Field(
-        default=None, description="a file for Ray's own timeline of its tasks, for chrome://tracing; written at the end"
-    )
-    sampler_restarts: NonNegativeInt = Field(
-        default=10, description="samplers that were killed or hang are replaced, so many in all"
-    )
-    heartbeat_seconds: float = Field(
-        default=120.0,
-        ge=2,
-        allow_inf_nan=False,
-        description="a rank or sampler silent for so long is killed, and replaced",
-    )
-    stall_seconds: float = Field(
-        default=300.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="when nothing moves for so long, the log says who is waited for",
-    )
-    gpu_memory_gib: float | None = Field(
-        default=None, gt=0, description="of a GPU there, for `posttrain plan`; null = that of the GPU here, if any"
-    )
-
-
 class EvalConfig(Section):
     """When `data.eval` is answered, and how; sampling of its own, greedy by default."""
 
@@ -347,7 +309,7 @@ class RLConfig(Section):
             _check_layout,
             _check_lora,
             _check_sampler,
-            _check_cluster,
+            lambda config: check_cluster(config.cluster),
         ):
             check(self)
         return self
@@ -548,35 +510,20 @@ def _check_sampler(config: RLConfig) -> None:
             "vllm_server, which gives a vLLM server the policy's weights",
         )
     engine = config.sampler.engine
-    if engine != "native" and config.sampling.max_staleness is not None:
-        raise key_error("sampling.max_staleness", "rollouts run ahead with the native engine only; leave it out")
+    if config.sampler.sleep and config.sampling.max_staleness is not None:
+        raise key_error(
+            "sampler.sleep", "with sampling.max_staleness the engine samples while the trainer works; leave it out"
+        )
     apart = config.cluster.samplers > 0
     if engine != "native" and config.trainer.ranks > 1 and not apart:
         fix = "use native" + ("" if engine == "vllm_server" else ", or set cluster.samplers")
         raise key_error("sampler.engine", f"{engine} samples for a run on one rank; on several, {fix}")
     if apart:
-        _check_apart(config.sampler)
+        check_apart(config.sampler, config.cluster)
+    elif config.sampler.transport == "shared":
+        raise key_error("sampler.transport", "shared is for cluster.samplers, and there are none; leave it out")
     elif engine not in PUBLISHED and config.sampler.moves_weights:
         fix = "vllm or vllm_server, or with cluster.samplers"
         raise key_error("sampler", f"transport, folder and max_probe_gap go with sampler.engine: {fix}")
     if config.sampler.engine != "native" and config.sampling.engines is not None:
         raise key_error("sampling.engines", "forwards side by side are the native engine's; leave it out")
-
-
-def _check_apart(sampler: SamplerConfig) -> None:
-    if sampler.engine == "vllm_server":
-        raise key_error("cluster.samplers", "vllm_server samples elsewhere already; leave cluster.samplers out")
-    if sampler.transport == "memory":
-        raise key_error("sampler.transport", "no memory is shared with cluster.samplers; use broadcast or disk")
-    if sampler.sleep:
-        raise key_error("sampler.sleep", "cluster.samplers have GPUs of their own; leave it out")
-
-
-def _check_cluster(config: RLConfig) -> None:
-    cluster = config.cluster
-    if cluster.timeline is not None and cluster.ray is None:
-        raise key_error("cluster.timeline", "it is Ray's, and no cluster.ray is set; leave it out")
-    if not cluster.samplers:
-        for key in ("cpus_per_sampler", "sampler_restarts"):
-            if key in cluster.model_fields_set and getattr(cluster, key) != ClusterConfig.model_fields[key].default:
-                raise key_error(f"cluster.{key}", "it is for cluster.samplers, and there are none; leave it out")

@@ -26,7 +26,7 @@ def configured(folder: Path, staleness: int | None, samplers: int = 1, **section
     folder.mkdir(exist_ok=True)
     sampling = {"max_staleness": staleness, "engines": 1}
     alone = {"options": {"max_batch": 1}}
-    cluster = {"samplers": samplers}
+    cluster = {"samplers": samplers} | sections.pop("cluster", {})
     sections = {"tasks": TWELVE, "run": {"steps": 3}, **sections}
     return toy_config(folder, sampling=sampling, sampler=alone, cluster=cluster, **sections)
 
@@ -125,7 +125,7 @@ def test_the_only_sampler_is_killed_and_the_next_one_gets_weights_that_were_publ
 
 def test_what_ran_ahead_in_samplers_apart_survives_kills_of_a_sampler_and_of_the_run(tmp_path: Path):
     """Nothing is lost and nothing is there twice; complete steps come back as they were."""
-    sections = {"run": {"steps": 5}, "checkpoint": {"every": 2}}
+    sections = {"run": {"steps": 5}, "checkpoint": {"every": 2}, "cluster": {"colocated": True}}
     whole = trained(toy_config(tmp_path, tasks=TWELVE, run={"steps": 5, "dir": str(tmp_path / "whole")}))
     config = configured(tmp_path, 2, samplers=2, **sections)
     with pooled(tmp_path, config.cluster) as (crew, beside):

@@ -56,7 +56,8 @@ def test_two_ranks_with_bound_0_do_what_they_do_synchronously(tmp_path: Path):
 
 
 def test_two_ranks_run_ahead_and_their_only_sampler_is_replaced(tmp_path: Path):
-    config = configured(tmp_path, 1, run={"steps": 4}, trainer={"ranks": 2})
+    shared = {"colocated": True}  # the weights, gathered from both ranks, go through shared memory
+    config = configured(tmp_path, 1, run={"steps": 4}, trainer={"ranks": 2}, cluster=shared)
 
     def kill(processes: Processes) -> None:
         until(lambda: (config.run.directory / "trajectories" / "step-000001.parquet").exists())

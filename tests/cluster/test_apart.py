@@ -15,6 +15,7 @@ from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.trainer.loading import LoraConfig
 from posttrain.trainer.policy import Policy
+from posttrain.weights.publish import WeightError
 
 SHORT, LONG = SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=200)
 
@@ -78,9 +79,15 @@ def test_they_sample_what_the_policy_would_and_lost_requests_are_asked_again_onc
     assert "sampler 1 is there again" in caplog.text
 
 
-def test_a_transfer_that_breaks_amid_requests_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    ("transport", "why"),
+    [("broadcast", "the process group broke"), ("shared", "sampler 0 is lost")],
+)
+def test_a_transfer_that_breaks_amid_requests_keeps_nobody_waiting(
+    tmp_path: Path, transport: str, why: str, caplog: pytest.LogCaptureFixture
+):
     """Weights are given by another thread than that of the requests. One sampler dies when both have been told."""
-    with apart(tmp_path, 2) as run:
+    with apart(tmp_path, 2, transport=transport) as run:
 
         def order(do: str, *what: object) -> None:
             if not run.replaced and run.policy.version == 1:
@@ -100,10 +107,10 @@ def test_a_transfer_that_breaks_amid_requests_keeps_nobody_waiting(tmp_path: Pat
         assert {version for one in found for version in one.versions} <= {0, 1}
         assert 1 in {one.versions[-1] for one in found}
         assert run.replaced == [0]
-    assert "version 1 of the weights: the process group broke" in caplog.text
+    assert f"version 1 of the weights: {why}" in caplog.text
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "shared"])
 def test_adapters_come_alone_also_to_a_sampler_that_was_replaced(tmp_path: Path, transport: str):
     """A scaling of 3: factors that were scaled on their way would not sample the very same."""
     pytest.importorskip("peft")
@@ -131,7 +138,18 @@ def test_adapters_come_alone_also_to_a_sampler_that_was_replaced(tmp_path: Path,
         assert run.replaced == [0]
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+def test_samplers_of_another_machine_are_refused_shared_memory(tmp_path: Path):
+    with apart(tmp_path, 1, transport="shared") as run:
+        run.wait_for(1, State.READY)
+        (member,) = run.pool.members()
+        here, member.line.said["machine"] = member.line.said["machine"], "another one"
+        with pytest.raises(WeightError, match=r"shared reaches samplers.*sampler 0 on another one; set broadcast"):
+            asyncio.run(run.publisher.publish())
+        member.line.said["machine"] = here
+        assert asyncio.run(run.publisher.publish()).probe_gap < 1e-4
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "shared"])
 def test_the_only_one_hangs_and_is_replaced(tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture):
     """Its requests wait for who comes in its place, and for the weights."""
     with apart(tmp_path, 1, transport=transport, heartbeat_seconds=3, stall_seconds=1) as run:

@@ -113,3 +113,29 @@ def test_a_launch_that_ends_leaves_a_timeline_and_nothing_else(tmp_path: Path):
     assert process.returncode == 0, errors
     assert any(event["cat"].startswith("task") for event in json.loads((tmp_path / "timeline.json").read_text()))
     until(lambda: not of_the_session(process.pid))
+
+
+SEATS = """
+import json, os, sys, time
+import ray
+from posttrain.cluster.on_ray import Room
+from posttrain.config import ClusterConfig
+ray.init(num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False, address="local")
+room = Room(ray, 2, ClusterConfig(samplers=1, colocated=True), gpus=True, near=True)
+seats = [room.seat(number) for number in range(3)]
+show = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+ray.get([seat.begin.remote(show, {}, ".") for seat in seats])
+while any(seen.status is None for seen in ray.get([seat.state.remote(0) for seat in seats])):
+    time.sleep(0.05)
+print(json.dumps([seen.said.decode().strip() for seen in ray.get([seat.state.remote(0) for seat in seats])]))
+ray.shutdown()
+"""
+
+
+def test_samplers_share_the_gpus_of_ranks() -> None:
+    """Two ranks and a sampler on a cluster that says it has two GPUs: the sampler sees that of the first rank."""
+    done = subprocess.run([sys.executable, "-c", SEATS], capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    first, second, sampler = json.loads(done.stdout.splitlines()[-1])
+    assert {first, second} == {"0", "1"}
+    assert sampler == first

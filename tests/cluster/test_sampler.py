@@ -75,7 +75,7 @@ def test_who_samples_changes_nothing(policy: Policy, pair: tuple[Line, Line]):
             other.versions,
         )
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    homes = [spread._prompts[tuple(p)] for p in prompts]
+    homes = [spread._homes.prompts[tuple(p)] for p in prompts]
     assert homes == [0, 0, 1, 1, 0, 0, 1, 1]  # a group stays together, ranks take turns
 
 

@@ -74,6 +74,17 @@ def test_a_plan_for_gpus_is_made_where_there_are_none(half_b: Path):
     assert unknown.fits == (unknown.device_bytes is None or unknown.estimate.bytes <= unknown.device_bytes)
 
 
+def test_samplers_on_the_gpus_of_ranks_count_there(half_b: Path):
+    """Two vLLM samplers on the GPU of one rank: each has 494,032,768 weights of 2 bytes, its cache and a context."""
+    vllm = {"engine": "vllm", "options": {"kv_cache_memory_bytes": GIB}}
+    apart = room_of(config(half_b, cluster={"samplers": 2}, sampler=vllm), gpu_gib=80)
+    beside = room_of(config(half_b, cluster={"samplers": 2, "colocated": True}, sampler=vllm), gpu_gib=80)
+    assert beside.estimate.bytes - apart.estimate.bytes == 2 * (494_032_768 * 2 + GIB + GIB // 2)
+    native = room_of(config(half_b, cluster={"samplers": 1, "colocated": True}), gpu_gib=80)
+    cache = 256 * 800 * (2 * 24 * 128) * 2  # max_batch rows of 769 tokens and some, of two key heads of 64 in 24 layers
+    assert native.estimate.named("rollout").parts["another engine"] == 494_032_768 * 2 + cache + GIB // 2
+
+
 def test_the_cheapest_layout_that_fits_is_proposed_and_fits(half_b: Path):
     plan = config(half_b)
     room = room_of(plan, gpu_gib=20)

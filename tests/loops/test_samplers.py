@@ -26,6 +26,7 @@ from sampler.listening import listening
 from weights.own_copy import OwnCopy
 
 SERVED = ["sampler.engine=vllm_server", "sampler.url=http://127.0.0.1:1/v1"]
+COLOCATED = ["cluster.samplers=1", "cluster.colocated=true"]
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/tiny_search.yaml"
 
 
@@ -82,13 +83,18 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         (["sampler.engine=server"], "sampler.url goes with sampler.engine: vllm_server or server"),
         (["sampler.engine=vllm_server"], "sampler.url goes with sampler.engine: vllm_server or server"),
         (["sampler.engine=vllm", "sampling.engines=2"], "forwards side by side are the native engine's"),
-        (["sampler.engine=vllm", "sampling.max_staleness=1"], "run ahead with the native engine only"),
+        (["sampler.engine=vllm", "sampler.sleep=1", "sampling.max_staleness=1"], "samples while the trainer works"),
         (["sampler.engine=vllm", "trainer.ranks=2"], "vllm samples for a run on one rank"),
         (["sampler.options.max_bath=3"], r"no option of the engine native; did you mean max_batch\?"),
         (["sampler.transport=disk"], "go with sampler.engine: vllm or vllm_server, or with cluster.samplers"),
-        (["cluster.samplers=1", "sampler.transport=memory"], "no memory is shared with cluster.samplers"),
-        (["cluster.samplers=1", "sampler.engine=vllm", "sampler.sleep=1"], "have GPUs of their own"),
-        (["cluster.samplers=1", "sampler.engine=vllm", "sampling.max_staleness=1"], "with the native engine only"),
+        (["cluster.samplers=1", "sampler.transport=memory"], "processes of their own; use shared, broadcast"),
+        (["cluster.samplers=1", "sampler.engine=vllm", "sampler.sleep=1"], "cluster.samplers do not sleep"),
+        (["sampler.transport=shared"], "shared is for cluster.samplers, and there are none"),
+        (["sampler.engine=vllm", "sampler.transport=shared"], "shared is for cluster.samplers, and there are none"),
+        ([*SERVED, "sampler.transport=shared"], "shared does not reach a server"),
+        (["cluster.colocated=true"], "cluster.colocated: it is for cluster.samplers, and there are none"),
+        ([*COLOCATED, "sampler.transport=broadcast"], "NCCL joins no two processes of one GPU"),
+        ([*COLOCATED, "sampler.engine=vllm"], "set gpu_memory_utilization or kv_cache_memory_bytes"),
         ([*SERVED, "cluster.samplers=1"], "vllm_server samples elsewhere already"),
         (["cluster.sampler_restarts=1"], "it is for cluster.samplers, and there are none"),
         (["cluster.timeline=x.json"], "it is Ray's, and no cluster.ray is set"),
@@ -97,7 +103,6 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         ([*SERVED, "sampler.transport=memory"], "memory does not reach a server"),
         ([*SERVED, "sampler.options.kv_gib=1"], "no option of the engine vllm_server"),
         ([*SERVED, "trainer.ranks=2"], "vllm_server samples for a run on one rank"),
-        ([*SERVED, "sampling.max_staleness=1"], "run ahead with the native engine only"),
         ([*SERVED, "sampler.sleep=1"], "sampler.sleep goes with sampler.engine: vllm"),
     ],
 )

@@ -8,13 +8,16 @@ import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from loops.toy import metric_rows, toy_config, trained, weights
+from loops.ahead import EPISODES, PATIENT, TWELVE, Patient, assert_sampled_by, of_step
+from loops.toy import largest_change, metric_rows, toy_config, trained, weights
 from posttrain.config import RLConfig, config_yaml
 from posttrain.loops import rl
 from posttrain.runs.trajectories import read_trajectories
@@ -75,6 +78,59 @@ def test_an_engine_that_sleeps_while_trained_samples_the_same(run: rl.Run, level
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
 
 
+# ---------------------------------------------------------------- rollouts that run ahead
+
+
+def test_bound_0_is_the_synchronous_run(run: rl.Run, tmp_path: Path) -> None:
+    bound = trained(toy_config(tmp_path, sampler=SAMPLER, sampling={"max_staleness": 0}))
+    assert largest_change(weights(run), weights(bound)) < 1e-4
+    assert [row["gap/staleness_max"] for row in metric_rows(bound).values()] == [0, 0]
+    assert bound.learner.replica is None
+
+
+def go_when(published: Callable[[], bool]) -> None:
+    while not published():
+        threading.Event().wait(0.005)
+    Patient.go.set()
+
+
+def patient(folder: Path, sampler: dict[str, Any], **sections: Any) -> RLConfig:
+    """One step ahead, in episodes that wait for the weights of step 1 between their turns."""
+    Patient.made = 0
+    Patient.go.clear()
+    sections |= {
+        "env": PATIENT,
+        "limits": {"max_turns": 2},
+        "optimizer": {"lr": 1e-3},
+        "sampling": {"max_staleness": 1},
+    }
+    return toy_config(folder, tasks=TWELVE, run={"steps": 2}, sampler=sampler, **sections)
+
+
+def assert_second_step_saw_both(run: rl.Run, first: dict[str, Tensor], then: dict[str, Tensor]) -> None:
+    second = of_step(run, 2)
+    assert [sorted({v for v in t.policy_versions if v >= 0}) for t in second] == [[0, 1]] * EPISODES
+    assert_sampled_by(run, second, {0: first, 1: then})
+    row = metric_rows(run)[2]
+    assert row["gap/staleness_max"] == 1
+    assert row["weights/probe_gap"] < 1e-3
+
+
+def test_an_engine_of_this_process_samples_while_the_policy_trains(tmp_path: Path) -> None:
+    config = patient(tmp_path, SAMPLER)
+    run = rl.start(config)
+    Patient.made = 0
+    states = [weights(run)]
+    run.on_row = lambda step, row: states.append(weights(run))
+    waiter = threading.Thread(target=go_when, args=(lambda: run.sampling.sampler.version >= 1,), daemon=True)
+    waiter.start()
+    try:
+        rl.train(run)
+    finally:
+        run.close()
+    assert_second_step_saw_both(run, *states[:2])
+
+
 def by_command(folder: Path, config: RLConfig) -> list[dict[str, Any]]:
     """The rows of a run by `posttrain rl`."""
     (folder / "config.yaml").write_text(config_yaml(config))
@@ -84,9 +140,10 @@ def by_command(folder: Path, config: RLConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    with Served(Path(model_path("tiny_search_base")), tmp_path / "log.txt").running() as server:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("served") / "log.txt"
+    with Served(Path(model_path("tiny_search_base")), log).running() as server:
         yield server
 
 
@@ -117,6 +174,29 @@ def test_a_run_trains_with_a_server_and_outlives_its_restart(
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
 
 
+def test_a_server_samples_ahead_and_outlives_its_restart(served: Served, tmp_path: Path) -> None:
+    """It is killed while step 2 is sampled and the policy trains, and sampled turns are those of published weights."""
+    server = {"engine": "vllm_server", "url": served.url, "options": {"patience_seconds": 600}}
+    run = rl.start(patient(tmp_path, server))
+    Patient.made = 0
+    states = [weights(run)]
+    run.on_row = lambda step, row: states.append(weights(run))
+
+    def restart() -> None:
+        go_when(lambda: run.sampling.sampler.version >= 1)
+        served.kill()
+        served.start()
+
+    waiter = threading.Thread(target=restart, daemon=True)
+    waiter.start()
+    try:
+        rl.train(run)
+    finally:
+        run.close()
+        waiter.join()
+    assert_second_step_saw_both(run, *states[:2])
+
+
 def test_adapters_alone_reach_the_engine(tmp_path: Path) -> None:
     run = trained(toy_config(tmp_path, sampler=SAMPLER, model={"lora": {"rank": 4, "alpha": 6}}))
     first, second = metric_rows(run).values()
@@ -137,6 +217,17 @@ def test_vllm_beside_two_ranks_is_given_adapters_alone(tmp_path: Path, transport
         assert 0 < row["weights/probe_gap"] < 1e-4
         assert row["weights/bytes"] < 3e5
         assert row["gap/max"] < 1e-3
+
+
+def test_vllm_in_a_process_of_its_own_runs_ahead(tmp_path: Path) -> None:
+    """One rank and one sampler beside it, which gets the weights through shared memory amid its requests."""
+    ahead = {"tasks": TWELVE, "run": {"steps": 3}, "sampling": {"max_staleness": 1}}
+    config = toy_config(tmp_path, sampler=SAMPLER | {"transport": "shared"}, cluster={"samplers": 1}, **ahead)
+    rows = by_command(tmp_path, config)
+    assert [row["train/policy_version"] for row in rows] == [1, 2, 3]
+    assert all(0 < row["weights/probe_gap"] < 1e-4 for row in rows)
+    assert [row["gap/staleness_max"] for row in rows] == [0, 1, 1]
+    assert rows[0]["gap/max"] < 1e-3, "later ones are those of stale tokens"
 
 
 def test_vllm_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import logging
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.requests import SamplerError
 from posttrain.sampler.vllm_server import VllmServerSampler
 from posttrain.weights.manifest import WeightMismatch
@@ -82,22 +83,32 @@ def test_cached_prefixes_of_old_weights_are_gone(trained: ModelCase, sampler: Vl
     assert gap(trained.policy, after) < 1e-5 < 1e-3 < gap(trained.policy, before)
 
 
-def test_a_turn_that_was_frozen_goes_on_with_the_new_weights_and_the_older_stamp(
+def test_turns_that_weights_break_off_go_on_and_every_token_has_its_own_version(
     trained: ModelCase, sampler: VllmServerSampler
 ) -> None:
-    old = trained.policy.version
+    """More turns than the server takes at once: the last ones have not begun when the weights change."""
+    old, before = trained.policy.version, copy.deepcopy(trained.policy)
 
-    async def main() -> Sampled:
-        turn = asyncio.create_task(sampler.sample(prompt(40), SamplingParams(max_new_tokens=400), seed=3))
+    async def main() -> list[Played]:
+        params = SamplingParams(max_new_tokens=300)
+        turns = [asyncio.create_task(play(sampler, prompt(40 + i), params, seed=i)) for i in range(6)]
         await asyncio.sleep(0.5)
-        assert not turn.done()
+        assert not any(turn.done() for turn in turns)
         await asyncio.to_thread(trained.update)
-        return await turn
+        return list(await asyncio.gather(*turns))
 
-    sampled = asyncio.run(main())
-    assert sampled.versions == [old] * 400
-    tail = replace(sampled, ids=sampled.ids[-9:], logprobs=sampled.logprobs[-9:], versions=[trained.policy.version] * 9)
-    assert gap(trained.policy, [Played(prompt(40) + sampled.ids, [(40 + 391, tail)])]) < 1e-5
+    played = asyncio.run(main())
+    for episode in played:
+        ((start, sampled),) = episode.turns
+        count = sampled.versions.count(old)
+        assert 0 < count < len(sampled.ids)
+        assert sampled.versions == [old] * count + [trained.policy.version] * (len(sampled.ids) - count)
+        halves = ((before, slice(0, count)), (trained.policy, slice(count, None)))
+        for model, half in halves:
+            part = replace(
+                sampled, ids=sampled.ids[half], logprobs=sampled.logprobs[half], versions=sampled.versions[half]
+            )
+            assert gap(model, [Played(episode.ids, [(start + (half.start or 0), part)])]) < 1e-5
 
 
 def test_old_weights_are_found_by_the_probe(

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from posttrain.sampler.protocol import SamplingParams
-from posttrain.sampler.vllm_worker import unmatched
 from posttrain.trainer.policy import Policy
 from posttrain.weights.adapters import AdapterError, adapter_of, base_state, merged_state, write_adapter
 from posttrain.weights.buckets import tensors_in
 from posttrain.weights.manifest import Manifest, weights_of
+from posttrain.weights.names import unmatched
 from posttrain.weights.publish import publish
 from sampler.tiny import WIDE_CONFIGS, gap, play, policy, prompt, together
 from weights.lora import adapted

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from posttrain.sampler.protocol import SamplingParams
-from posttrain.sampler.vllm_worker import unmatched
 from posttrain.trainer.policy import Policy
 from posttrain.weights.manifest import WeightMismatch
+from posttrain.weights.names import unmatched
 from posttrain.weights.publish import Publisher, WeightError, probe, publish
 from sampler.tiny import WIDE_CONFIGS, changed, gap, play, policy, prompt, together
 from weights.own_copy import OwnCopy

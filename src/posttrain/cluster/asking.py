@@ -6,9 +6,6 @@ One `sample` call
   unblocked by  the answer; when the sampler is lost first, by that of another one, or of the one that replaces it
   produces      one `Sampled`, whoever made it: seeds belong to requests, and an answer is taken only from the member
                 that the request is with, so that no request is answered twice
-
-Requests with one prompt go to one sampler, so that a group's prompt is computed once, and an episode stays where its
-keys are. Otherwise the sampler with the fewest open requests gets the next.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from posttrain.cluster.homes import Homes
 from posttrain.cluster.pool import Member, Message, Pool, State
 from posttrain.cluster.sampler import answer_in, counted, give, plain
 from posttrain.sampler.own_copy import NO_WEIGHTS
@@ -46,8 +44,7 @@ class PoolSampler:
     asked_again: int = 0  # requests whose sampler was lost
     loop: asyncio.AbstractEventLoop | None = None  # of the last request
     _open: dict[int, _Open] = field(default_factory=dict[int, _Open])
-    _prompts: dict[tuple[int, ...], Member] = field(default_factory=dict[tuple[int, ...], Member])
-    _sessions: dict[str, Member] = field(default_factory=dict[str, Member])
+    _homes: Homes[Member] = field(default_factory=Homes[Member])
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -76,16 +73,16 @@ class PoolSampler:
                 self.pool.tell(asked.member, {"do": "cancel", "id": number})
 
     def release(self, session: str) -> None:
-        member = self._sessions.pop(session, None)
+        member = self._homes.sessions.pop(session, None)
         if member is not None and member.there:
             self.pool.tell(member, {"do": "release", "session": session})
 
     def reset(self) -> None:
         """Drops every cache, unless requests are open: who gets new weights then drops what it cached of old ones."""
-        self._prompts.clear()
+        self._homes.prompts.clear()
         if self._open:
             return
-        self._sessions.clear()
+        self._homes.clear()
         for member in self.pool.members(State.SERVING):
             self.pool.tell(member, {"do": "reset"})
 
@@ -124,15 +121,8 @@ class PoolSampler:
         serving = self.pool.members(State.SERVING)
         if not serving:
             return None
-        prompt, session = tuple(message["ids"]), message["session"]
-        member = self._sessions.get(session or "") or self._prompts.get(prompt)
-        if member not in serving:
-            load = Counter(id(asked.member) for asked in list(self._open.values()))
-            member = min(serving, key=lambda m: load[id(m)])
-        self._prompts[prompt] = member
-        if session is not None:
-            self._sessions[session] = member
-        return member
+        load = Counter(id(asked.member) for asked in list(self._open.values()))
+        return self._homes.choose(message["ids"], message["session"], serving, lambda member: load[id(member)])
 
     def _ask_again(self, lost: Member) -> None:
         """What it had goes to others, or waits for the next that serves."""

@@ -33,12 +33,14 @@ class Samplers:
     """How many, what each of them runs, and how many may be started again.
 
     devices: of this machine, one for each, as CUDA_VISIBLE_DEVICES names them; empty without GPUs.
+    near: they must be on the machine of rank 0.
     """
 
     count: int = 0
     restarts: int = 0
     command: Sequence[str] = ()
     devices: Sequence[str] = ()
+    near: bool = False
 
     def place(self, number: int, neighbours: int) -> dict[str, str]:
         """The environment of one of them."""

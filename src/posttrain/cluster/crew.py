@@ -140,7 +140,7 @@ def follow(ranks: Ranks) -> None:
         return
     models: Models = ranks.receive()[0]
     learner = models.load(ranks)
-    learner.sampler_shares_weights = learner.config.sampler.engine == "native"  # as on rank 0, which asks the sampler
+    learner.sampler_shares_weights = learner.config.sampler.computes_as_trainer
     apart = learner.config.cluster.samplers
     sampler = None if apart else sampler_of_rank(learner, load_tokenizer(learner.config.model.path))
     asyncio.run(_Follower(learner, sampler, line).serve())

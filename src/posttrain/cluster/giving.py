@@ -7,7 +7,8 @@ One `publish` on rank 0, between two steps; requests may be open, and go on unde
   produces      samplers at the policy's version, whose log-probs of the probe are the trainer's
 
 by broadcast: one process group of rank 0 and all that need the weights (gloo, NCCL between GPUs), formed anew when
-others need them than the last time. by disk: safetensors in the run directory, kept until the next version.
+others need them than the last time. shared: buckets in memory of rank 0 that samplers on its machine see, each told
+over its line. by disk: safetensors in the run directory, kept until the next version.
 A sampler that is lost meanwhile is left out, and the others are given the weights again.
 """
 
@@ -17,9 +18,10 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
+from concurrent.futures import wait as wait_for_any
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 
 from posttrain.cluster.asking import PoolSampler
-from posttrain.cluster.line import RankLost, on_a_thread
+from posttrain.cluster.line import RankLost, machine, on_a_thread
 from posttrain.cluster.pool import Member, Message, Pool, State
 from posttrain.cluster.sampler import plain, sampled
 from posttrain.packing import Batch
@@ -36,10 +38,11 @@ from posttrain.sampler.config import SamplerConfig
 from posttrain.sampler.requests import SamplerError
 from posttrain.trainer.policy import Policy
 from posttrain.weights.adapters import adapter_of, as_factors, write_adapter
-from posttrain.weights.buckets import Group, listen, open_group, send_in_order
+from posttrain.weights.buckets import BUCKET_BYTES, Group, as_json, layout, listen, open_group, send_in_order
 from posttrain.weights.gather import factors_of, gathered, manifest_of, write_files
 from posttrain.weights.manifest import Manifest
 from posttrain.weights.publish import PROBE_PARAMS, Published, WeightError, probe_batch, probe_prompt, usual_gap
+from posttrain.weights.shared import Shelf, hand_over
 
 log = logging.getLogger("posttrain")
 ATTEMPTS = 5
@@ -78,6 +81,9 @@ class PoolPublisher:
     adapter_rank: int = field(init=False)  # > 0 where factors of an adapter are given to engines that know such
     _group: Group | None = None
     _grouped: list[Member] = field(default_factory=list[Member])
+    _probe_seconds: float = 0.0  # of the transfer that goes on
+    _shelf: Shelf | None = None
+    _shelved: list[Member] = field(default_factory=list[Member])  # who has tickets for it
 
     def __post_init__(self) -> None:
         known = self.policy.adapted and self.settings.engine == "vllm"
@@ -88,12 +94,11 @@ class PoolPublisher:
 
     @property
     def exact(self) -> bool:
-        """Whether samplers compute what the trainer computes: log-probs need not be computed again."""
-        return self.settings.engine == "native"
+        return self.settings.computes_as_trainer
 
     @property
     def transport(self) -> str:
-        return "disk" if self.settings.transport == "disk" else "broadcast"
+        return self.pool.settings.transport_of(self.settings)
 
     async def publish(self) -> Published:
         """From now on all samplers sample from the policy as it is, at its version.
@@ -105,14 +110,14 @@ class PoolPublisher:
         if self.sampler.given < 0:
             self.pool.wait_for(lambda: len(self.pool.members(State.READY)) == self.pool.count)
         self.sampler.reset()
-        started = time.perf_counter()
+        started, self._probe_seconds = time.perf_counter(), 0.0
         gap = self._give_all()
         self.sampler.given = self.policy.version
         return Published(
             version=self.policy.version,
             transport=self.transport,
             bytes=self.manifest.bytes,
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - started - self._probe_seconds,
             probe_gap=gap,
         )
 
@@ -120,6 +125,8 @@ class PoolPublisher:
         return {"cluster/sampler_restarts": self.pool.restarts, "cluster/asked_again": self.sampler.asked_again}
 
     def close(self) -> None:
+        if self._shelf is not None:
+            self._shelf.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # -- who comes amid a rollout --------------------------------------------------------------------------------------
@@ -172,28 +179,38 @@ class PoolPublisher:
         )
 
     def _deliver(self, members: list[Member]) -> float:
-        send = self._by_disk if self.transport == "disk" else self._by_broadcast
         try:
-            replies = send(members)
+            replies = self._sent(members)
         except NotDelivered:
+            self._shelved.clear()  # they may have come to nothing
             for member in members:  # with half of the weights it must not serve
                 self.sampler.withdraw(member)
             raise
         found: dict[Member, Any] = {}
         failed: list[str] = []
+        drawing = [0.0]
         for member, reply in replies.items():
             try:
-                found[member] = sampled(reply.result()["sampled"])
+                said = reply.result()
+                found[member] = sampled(said["sampled"])
+                drawing.append(said["probe_seconds"])
             except (RankLost, SamplerError) as error:
                 failed.append(str(error))
                 self.sampler.withdraw(member)
+        started = time.perf_counter()
         gap = self._checked(found) if found else 0.0
+        self._probe_seconds += max(drawing) + time.perf_counter() - started
         for member in found:
             member.version = self.policy.version
             self.sampler.serve(member)
         if failed:
             raise NotDelivered("; ".join(failed))
         return gap
+
+    def _sent(self, members: list[Member]) -> Replies:
+        if self.transport == "disk":
+            return self._by_disk(members)
+        return self._by_memory(members) if self.transport == "shared" else self._by_broadcast(members)
 
     def _ask(self, members: Sequence[Member], how: Callable[[int], Message]) -> Replies:
         prompt = probe_prompt(int(self.policy.config.get_text_config().vocab_size))
@@ -239,6 +256,37 @@ class PoolPublisher:
         self._send(self._group)
         return replies
 
+    def _by_memory(self, members: list[Member]) -> Replies:
+        """Raises WeightError for samplers on other machines, and NotDelivered when one goes, or cannot take them."""
+        _refuse_other_machines(members)
+        buckets = layout(self._described(), BUCKET_BYTES)
+        if self._shelf is None:
+            self._shelf = Shelf(self.policy.device, min(BUCKET_BYTES, max(bucket[-1].stop for bucket in buckets)))
+        shelf, new = self._shelf, [member for member in members if member not in self._shelved]
+        self._shelved += new
+        tickets = [shelf.tickets() if member in new else None for member in members]
+        said = as_json(buckets)
+        replies = self._ask(members, lambda rank: {"buckets": said, "tickets": tickets[rank - 1]})
+        with self._all_gathered() as tensors:
+            hand_over(buckets, tensors, shelf, lambda number: self._piece(number, replies))
+        return replies
+
+    def _piece(self, number: int, replies: Replies) -> Callable[[], None]:
+        """Says which buffer it lies in; what comes back waits until all have it."""
+        taken = {member: self.pool.ask(member, {"do": "piece", "buffer": number}) for member in replies}
+
+        def wait() -> None:
+            for member, answer in taken.items():
+                wait_for_any([answer, replies[member]], return_when=FIRST_COMPLETED)
+                failed = answer if answer.done() else replies[member]  # it ends without the rest: an error
+                if (error := failed.exception()) is not None:
+                    raise NotDelivered(str(error)) from error
+
+        return wait
+
+    def _described(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        return [(name, spec.shape, spec.dtype) for name, spec in self.manifest.tensors.items()]
+
     def _met(self, store: Any, members: list[Member], backend: str) -> Group:
         """A member that goes before it is in the group would keep the others waiting for minutes."""
 
@@ -258,14 +306,19 @@ class PoolPublisher:
                 raise NotDelivered(f"no process group: {error}") from error
 
     def _send(self, group: Group) -> None:
-        """Every tensor is gathered, whatever becomes of the group: the other ranks count on it."""
-        described = [(name, spec.shape, spec.dtype) for name, spec in self.manifest.tensors.items()]
+        with self._all_gathered() as tensors:
+            try:
+                send_in_order(self._described(), tensors, group)
+            except RuntimeError as error:
+                raise NotDelivered(f"the process group broke: {error}") from error
+
+    @contextmanager
+    def _all_gathered(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Every tensor is gathered, whatever becomes of them: the other ranks count on it."""
         self.order("gather")
         tensors = self._tensors()
         try:
-            send_in_order(described, tensors, group)
-        except RuntimeError as error:
-            raise NotDelivered(f"the process group broke: {error}") from error
+            yield tensors
         finally:
             for _ in tensors:
                 pass
@@ -285,6 +338,19 @@ class PoolPublisher:
                     "(sampler.max_probe_gap)"
                 )
         return max(gaps)
+
+
+def _refuse_other_machines(members: Sequence[Member]) -> None:
+    here = machine()
+    if elsewhere := [
+        f"{member} on {member.line.said.get('machine')}"
+        for member in members
+        if member.line.said.get("machine") != here
+    ]:
+        raise WeightError(
+            f"sampler.transport: shared reaches samplers on the machine of rank 0 ({here}) alone, and there is "
+            f"{', '.join(elsewhere)}; set broadcast or disk"
+        )
 
 
 def _from_ranks(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
@@ -47,7 +48,7 @@ class Line:
         """From a rank or sampler of this number to rank 0."""
         line = cls(socket.create_connection(address, SECONDS), 0)
         line._socket.settimeout(None)
-        line.send({"secret": secret, "rank": rank, "process": os.getpid()})
+        line.send({"secret": secret, "rank": rank, "process": os.getpid(), "machine": machine()})
         return line
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -169,6 +170,12 @@ class Exchange:
         connection.settimeout(None)
         line.rank, line.said = int(said["rank"]), said
         return line
+
+
+def machine() -> str:
+    """The same for processes that may share memory: of one host (or one container) since it was started."""
+    booted = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {booted.read_text().strip() if booted.is_file() else ''}".strip()
 
 
 def on_a_thread(work: Callable[[], Result]) -> Future[Result]:

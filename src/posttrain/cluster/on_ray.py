@@ -29,6 +29,7 @@ from posttrain.config import ClusterConfig, ConfigError
 
 LOOK_SECONDS = 0.2
 REACH_SECONDS = 10.0
+GPU_PARTS = 10_000  # Ray counts parts of a GPU in these
 KILLED = -signal.SIGKILL  # what is known of a rank whose node is gone
 
 
@@ -42,7 +43,7 @@ def launch_ray(
         raise ConfigError(["cluster.ray: Ray is not installed; pip install 'posttrain[ray]'"]) from error
     _join(ray, count, cluster)
     try:
-        room = _Room(ray, count, cluster, gpus=gpus)
+        room = Room(ray, count, cluster, gpus=gpus, near=samplers.near)
         return _Launch(ray, room, command, count, samplers).watched()
     finally:
         if cluster.timeline is not None:
@@ -65,34 +66,59 @@ def _join(ray: Any, count: int, cluster: ClusterConfig) -> None:
         raise ConfigError([f"cluster.ray: no Ray cluster at {cluster.ray!r} ({error}); {fix}"]) from error
 
 
-class _Room:
-    """The placement group: a bundle for every rank, then one for every sampler."""
+class Room:
+    """The placement group. A bundle for every rank, then one for every sampler, unless these are in those of the ranks.
 
-    def __init__(self, ray: Any, ranks: int, cluster: ClusterConfig, *, gpus: bool) -> None:
+    near: all on one machine, as samplers need that share memory with rank 0.
+    """
+
+    def __init__(self, ray: Any, ranks: int, cluster: ClusterConfig, *, gpus: bool, near: bool) -> None:
         from ray.util.placement_group import placement_group
 
         self._ray = ray
-        gpu = {"GPU": 1.0} if gpus else {}
-        self.bundles = [{"CPU": float(cluster.cpus_per_rank)} | gpu] * ranks
-        self.bundles += [{"CPU": float(cluster.cpus_per_sampler)} | gpu] * cluster.samplers
-        self._group = placement_group(self.bundles, strategy="PACK")
+        self._shares = _shares(ranks, cluster, gpus=gpus)
+        bundles = _bundles(self._shares)
+        self._group = placement_group(bundles, strategy="STRICT_PACK" if near else "PACK")
         if not self._group.wait(cluster.wait_seconds):
-            asked = {name: sum(bundle[name] for bundle in self.bundles) for name in self.bundles[0]}
+            asked = {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
             there = {name: ray.cluster_resources().get(name, 0) for name in asked}
             free = {name: ray.available_resources().get(name, 0) for name in asked}
             who = f"{ranks} ranks" + (f" and {cluster.samplers} samplers" if cluster.samplers else "")
+            how = " of one machine, since sampler.transport is shared" if near else ""
             has = f"after {cluster.wait_seconds} s the cluster has {there} in all and {free} free"
-            raise ConfigError([f"cluster.ray: {who} ask for {asked}; {has}"])
+            raise ConfigError([f"cluster.ray: {who} ask for {asked}{how}; {has}"])
 
     def seat(self, index: int) -> Any:
-        """An actor in this bundle."""
+        """An actor for this rank, or for this sampler behind the ranks."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        share = self.bundles[index]
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        bundle, share = self._shares[index]
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         seat = self._ray.remote(Seat)
         options = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy}
         return seat.options(**options).remote()
+
+
+def _shares(ranks: int, cluster: ClusterConfig, *, gpus: bool) -> list[tuple[int, dict[str, float]]]:
+    """(bundle, what it takes of it), of every rank and then of every sampler."""
+    bundles = [n % ranks if cluster.colocated else ranks + n for n in range(cluster.samplers)]
+    cores = [cluster.cpus_per_rank] * ranks + [cluster.cpus_per_sampler] * cluster.samplers
+    homes = [*range(ranks), *bundles]
+    together = Counter(homes)
+    shares: list[tuple[int, dict[str, float]]] = []
+    for home, count in zip(homes, cores, strict=True):
+        gpu = {"GPU": int(GPU_PARTS / together[home]) / GPU_PARTS} if gpus else {}
+        shares.append((home, {"CPU": float(count)} | gpu))
+    return shares
+
+
+def _bundles(shares: Sequence[tuple[int, dict[str, float]]]) -> list[dict[str, float]]:
+    bundles: list[dict[str, float]] = [{} for _ in range(1 + max(home for home, _ in shares))]
+    for home, share in shares:
+        bundles[home]["CPU"] = bundles[home].get("CPU", 0.0) + share["CPU"]
+        if "GPU" in share:
+            bundles[home]["GPU"] = 1.0
+    return bundles
 
 
 @dataclass(slots=True)
@@ -121,7 +147,7 @@ class _Seated:
 class _Launch:
     """A launch while it runs."""
 
-    def __init__(self, ray: Any, room: _Room, command: Sequence[str], count: int, samplers: Samplers) -> None:
+    def __init__(self, ray: Any, room: Room, command: Sequence[str], count: int, samplers: Samplers) -> None:
         self._ray, self._room, self._samplers = ray, room, samplers
         self._seats = [_Seated(room.seat(index)) for index in range(count + samplers.count)]
         self._ranks, self._beside = self._seats[:count], self._seats[count:]

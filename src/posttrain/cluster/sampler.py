@@ -1,8 +1,6 @@
 """One sampler made of those of all ranks: a rollout asks it as it would ask one.
 
-Requests with one prompt go to one rank, so that a group's prompt is computed once, and an episode stays where its keys
-are. Otherwise the rank with the fewest open requests gets the next. Seeds belong to requests, so what is sampled does
-not depend on who samples it.
+Seeds belong to requests, so what is sampled does not depend on who samples it.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from posttrain.cluster.homes import Homes
 from posttrain.cluster.line import Line, RankLost
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampled, SamplingParams
@@ -40,8 +39,7 @@ class SpreadSampler:
     lines: tuple[Line, ...]
     _open: dict[int, _Open] = field(default_factory=dict[int, _Open])
     _load: Counter[int] = field(default_factory=Counter[int])
-    _prompts: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
-    _sessions: dict[str, int] = field(default_factory=dict[str, int])
+    _homes: Homes[int] = field(default_factory=Homes[int])
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _lost: set[int] = field(default_factory=set[int])
 
@@ -57,7 +55,7 @@ class SpreadSampler:
         self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
     ) -> Sampled:
         """Raises what the sampler of the rank raises, and RankLost when the rank is gone."""
-        rank = self._home(tuple(ids), session)
+        rank = self._homes.choose(ids, session, range(len(self.lines) + 1), lambda r: self._load[r])
         self._load[rank] += 1
         try:
             if rank == 0:
@@ -68,7 +66,7 @@ class SpreadSampler:
             self._load[rank] -= 1
 
     def release(self, session: str) -> None:
-        rank = self._sessions.pop(session, 0)
+        rank = self._homes.sessions.pop(session, 0)
         if rank == 0:
             self.local.release(session)
         else:
@@ -77,21 +75,11 @@ class SpreadSampler:
     def reset(self) -> None:
         """Only of this process: the other ranks empty theirs when they get new weights."""
         self.local.reset()
-        self._prompts.clear()
-        self._sessions.clear()
+        self._homes.clear()
 
     def waiting(self) -> dict[str, tuple[int, float]]:
         """Name -> (open requests, when the oldest was made) of every other rank that has some."""
         return counted((f"rank {asked.rank}", asked.since) for asked in list(self._open.values()))
-
-    def _home(self, prompt: tuple[int, ...], session: str | None) -> int:
-        rank = self._sessions.get(session or "", self._prompts.get(prompt, -1))
-        if rank < 0:
-            rank = min(range(len(self.lines) + 1), key=lambda r: self._load[r])
-        self._prompts[prompt] = rank
-        if session is not None:
-            self._sessions[session] = rank
-        return rank
 
     async def _ask(self, line: Line, asked: dict[str, Any]) -> Sampled:
         number, loop = next(self._numbers), asyncio.get_running_loop()

@@ -28,6 +28,7 @@ from posttrain.cluster.beside import CALLS, NEIGHBOURS, SAMPLER, SECRET
 from posttrain.cluster.launch import die_with_launcher
 from posttrain.cluster.line import Line, on_a_thread
 from posttrain.cluster.sampler import params_of
+from posttrain.cluster.taking import Engine, Taking
 from posttrain.cluster.verdict import LEADER_GONE
 from posttrain.config import ConfigError, ModelConfig, SamplerConfig
 from posttrain.loops.build import load_tokenizer
@@ -38,13 +39,11 @@ from posttrain.sampler.vllm import VllmSampler
 from posttrain.trainer.loading import load_config, model_path, pick_device, pick_dtype
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy
-from posttrain.weights.buckets import Group, connect, open_group, receive
 from posttrain.weights.gather import factors_of, from_json, manifest_of
 from posttrain.weights.manifest import Manifest
 from posttrain.weights.publish import check
 
 CALL_SECONDS = 600.0  # rank 0 may start later, or on another node
-Engine = OwnCopy | VllmSampler
 
 
 class NotCalled(RuntimeError):
@@ -70,6 +69,7 @@ def serve() -> None:
         if not asyncio.run(_Serving(engine, line).serve()):
             sys.exit(LEADER_GONE)
     finally:
+        line.close()  # its thread may be leaving a process group: the interpreter must not end under it
         if isinstance(engine, VllmSampler):
             engine.close()
 
@@ -129,7 +129,7 @@ class _Serving:
     def __init__(self, engine: Engine, line: Line) -> None:
         self.engine, self.line = engine, line
         self.answering = Answering(engine, line)
-        self._group: Group | None = None
+        self.taking = Taking(engine, line)
         self._giving: set[asyncio.Task[None]] = set()
         self._probing = asyncio.Lock()  # a transfer that broke for others may be whole here, and be followed by another
 
@@ -139,8 +139,8 @@ class _Serving:
         loop = asyncio.get_running_loop()
 
         def hear(said: dict[str, Any] | None) -> None:
-            if said is None or said.get("meet") is not None:
-                self._leave()  # now: the loop may be waiting for an engine that waits for what the group will not bring
+            if self.taking.hear(said):  # at once: the loop may be waiting for an engine that waits for weights
+                return
             with suppress(RuntimeError):  # the loop is closed: rank 0 hangs up after it has said stop
                 loop.call_soon_threadsafe(orders.put_nowait, said)
 
@@ -168,39 +168,14 @@ class _Serving:
         said: dict[str, Any] = {"reply": order["reply"]}
         self.answering.may_sample.clear()
         try:
-            await asyncio.wrap_future(on_a_thread(lambda: self._load(order)))
+            await asyncio.wrap_future(on_a_thread(lambda: self.taking.load(order)))
             async with self._probing:
                 if not len(self.answering):
                     self.engine.reset()
                 self.answering.may_sample.set()
-                probe = order["probe"]
+                probe, started = order["probe"], time.perf_counter()
                 drawn = await self.engine.sample(probe["ids"], params_of(probe["params"]), seed=probe["seed"])
-            said["sampled"] = asdict(drawn)
+            said |= {"sampled": asdict(drawn), "probe_seconds": time.perf_counter() - started}
         except Exception as error:  # rank 0 decides
             said["error"] = f"{type(error).__name__}: {error}"
         self.line.send(said)
-
-    def _load(self, order: Mapping[str, Any]) -> None:
-        version = int(order["version"])
-        how = {"rank": order["rank"]} if order["rank"] else {}  # only an engine that knows adapters is given it
-        if "folder" in order:
-            self.engine.load_files(order["folder"], version, **how)
-            return
-        if (meet := order["meet"]) is not None:
-            self._meet(meet)
-        group = self._group
-        if group is None:
-            raise RuntimeError("another process group was called for meanwhile")
-        self.engine.load(receive(group), version, **how)
-
-    def _leave(self) -> None:
-        """Another group comes, so this one has broken, or it has done its part. Who waits in it gets an error."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
-
-    def _meet(self, meet: Mapping[str, Any]) -> None:
-        if meet["backend"] == "nccl":
-            torch.cuda.set_device(0)  # the only one that this process sees; the choice is a thread's own
-        store = connect(meet["host"], meet["port"], meet["world"])
-        self._group = open_group(store, rank=meet["rank"], world=meet["world"], backend=meet["backend"])

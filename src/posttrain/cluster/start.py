@@ -69,19 +69,27 @@ def _launched(config: RLConfig, count: int) -> int:
 
 def _samplers(config: RLConfig, ranks: int) -> Samplers:
     cluster = config.cluster
-    devices = devices_for(ranks, cluster.samplers) if cluster.samplers and not cluster.ray and _gpus(config) else ()
-    command = [*PROGRAM, "sample-for-run"]
-    return Samplers(count=cluster.samplers, restarts=cluster.sampler_restarts, command=command, devices=devices)
+    local = cluster.samplers > 0 and not cluster.ray and _gpus(config)
+    return Samplers(
+        count=cluster.samplers,
+        restarts=cluster.sampler_restarts,
+        command=[*PROGRAM, "sample-for-run"],
+        devices=devices_for(ranks, cluster.samplers, colocated=cluster.colocated) if local else (),
+        near=cluster.transport_of(config.sampler) == "shared",
+    )
 
 
-def devices_for(ranks: int, samplers: int) -> list[str]:
-    """The GPUs of this machine that the ranks leave, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError."""
+def devices_for(ranks: int, samplers: int, *, colocated: bool = False) -> list[str]:
+    """The GPUs of this machine that the ranks leave, as CUDA_VISIBLE_DEVICES names them; colocated: those of the ranks,
+    in turn. Raises ConfigError."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
-    if len(names) < ranks + samplers:
-        asked = f"{ranks} ranks and {samplers} samplers need a GPU each, this machine shows {len(names)}"
-        raise ConfigError([f"cluster.samplers: {asked}; ask for fewer, or set model.device=cpu"])
-    return names[ranks : ranks + samplers]
+    needed = ranks if colocated else ranks + samplers
+    if len(names) < needed:
+        who = f"{ranks} ranks" + ("" if colocated else f" and {samplers} samplers")
+        fix = "ask for fewer, set cluster.colocated, or set model.device=cpu"
+        raise ConfigError([f"cluster.samplers: {who} need a GPU each, this machine shows {len(names)}; {fix}"])
+    return [names[n % ranks] for n in range(samplers)] if colocated else names[ranks:needed]
 
 
 def _gpus(config: RLConfig) -> bool:

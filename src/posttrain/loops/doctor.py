@@ -21,6 +21,7 @@ from posttrain.packing import pack
 from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.trainer.attention import use_varlen
+from posttrain.trainer.compiled_attention import could_compile
 from posttrain.trainer.fused import FusedLogprobs, implementation_for
 from posttrain.trainer.loading import ModelConfig, pick_device, pick_dtype
 from posttrain.trainer.policy import Policy
@@ -31,6 +32,7 @@ PACKAGED_MODEL = "tiny_search_base"
 LITTLE_DISK, NO_DISK = 10.0, 1.0  # GB; a checkpoint of a model of 0.5 billion parameters takes 7
 TOKENS = 4
 AGREEMENT = {"float32": 1e-4, "bfloat16": 0.1}  # of a token's log-prob, sampler and trainer
+COMPILED = {"compiled decoding", "compiled training"}  # by numba, on a CPU
 NOT_FOR_USERS = ("test", "all")
 PASSIVE = "waiting threads sleep, so that small operations do not stall beside a busy neighbour"
 
@@ -240,13 +242,14 @@ def _fast_paths(policy: Policy, sampler: NativeSampler) -> Check:
         "CUDA graphs": lambda: sampler.engines[0].decodes_ahead,
         "compiled layers": lambda: compiled,
         "compiled decoding": lambda: sampler.engines[0].decodes_compiled,
+        "compiled training": lambda: policy.device.type == "cpu" and could_compile(),
     }
     on = [name for name, is_on in paths.items() if is_on()]
     off = [name for name in paths if name not in on]
-    missing = policy.device.type == "cuda" and bool(set(off) - {"compiled decoding"})
+    missing = policy.device.type == "cuda" and bool(set(off) - COMPILED)
     advice = "on a GPU all of them should be on: is triton installed, and torch 2.10 or newer?" if missing else ""
-    if policy.device.type == "cpu" and "compiled decoding" in off:
-        advice = "pip install 'posttrain[fast]' for a faster sampler on a CPU"
+    if policy.device.type == "cpu" and COMPILED & set(off):
+        advice = "pip install 'posttrain[fast]' for a faster sampler and trainer on a CPU"
     seen = f"on: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}"
     return Check("fast paths", "warn" if missing else "ok", seen, advice)
 

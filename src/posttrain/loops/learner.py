@@ -209,7 +209,8 @@ def make_learner(
 
 def needs_replica(config: RLConfig, ranks: int) -> bool:
     """Whether a rank holds the policy a second time, for its sampler."""
-    return not config.cluster.samplers and (ranks > 1 or config.sampling.max_staleness is not None)
+    shares = config.sampler.engine == "native" and not config.cluster.samplers  # others have copies of their own
+    return shares and (ranks > 1 or config.sampling.max_staleness is not None)
 
 
 def wants_reference(config: RLConfig) -> bool:

@@ -169,8 +169,10 @@ def config_of(path: Path) -> RLConfig:
 def train(run: Run) -> Run:
     """Runs all steps that are left. What is finished when this raises is kept and can be resumed."""
     with asyncio.Runner() if run.ahead is None else Background() as runner:
-        if isinstance(runner, Background) and run.crew.pool is not None:
-            run.crew.pool.soon = runner.soon
+        if isinstance(runner, Background):
+            run.sampling.renew_while_held(runner.soon)
+            if run.crew.pool is not None:
+                run.crew.pool.soon = runner.soon
         try:
             if run.step == 0 and 0 in run.plan.eval_steps:
                 _log(run, _evaluate(run, runner, Metrics()))
@@ -265,14 +267,15 @@ def publish(run: Run, runner: Runner, metrics: Metrics | None = None) -> None:
     all the publishing there is. What a resumed run samples cannot depend on what was cached before the kill.
 
     In an asynchronous run it may be in the middle of its requests, and then sees by the version what it must drop.
-    Samplers apart get their weights from this thread, while requests go on: nobody else reads what it trains.
+    Samplers apart get their weights from this thread, while requests go on: nobody else reads what it trains. An engine
+    of this process gets them on the loop that asks it, and this thread waits.
     """
     run.crew.order("publish")
-    if run.ahead is None:
+    if run.ahead is not None and run.crew.pool is not None:
+        asyncio.run(run.sampling.refresh(metrics))
+    elif run.ahead is None or run.sampling.publisher is not None:
         run.learner.publish()
         runner.run(run.sampling.refresh(metrics))
-    elif run.sampling.publisher is not None:
-        asyncio.run(run.sampling.refresh(metrics))
     else:
         runner.run(_publish_between_forwards(run, run.ahead))
 

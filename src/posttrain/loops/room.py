@@ -19,8 +19,9 @@ import torch
 
 from posttrain.config import ConfigError, RLConfig
 from posttrain.loops.learner import needs_replica, shares_reference, wants_reference
+from posttrain.numba_code import may_compile
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
-from posttrain.runs.memory import ERROR_BAND, GIB, Estimate, Plant, estimate
+from posttrain.runs.memory import CONTEXT, ERROR_BAND, GIB, Estimate, Plant, estimate
 from posttrain.runs.model_shape import ModelShape
 from posttrain.runs.model_sizes import UnknownSizes, shape_at
 from posttrain.sampler.engine import CAPACITY_UNIT
@@ -163,6 +164,7 @@ def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
         reshard_after_forward=trainer.reshard_after_forward,
         gradient_checkpointing=model.gradient_checkpointing,
         compiled=model.compiles_on(device) and trainer.tensor_parallel == 1,
+        numba=device == "cpu" and not half and may_compile(),
         grouped_keys=VARLEN_TAKES_GQA or device == "cpu",
         workers=1 if device == "cuda" or ranks > 1 else config.batch.cpu_workers,
     )
@@ -213,14 +215,31 @@ def largest_micro_batch(config: RLConfig, layout: Layout) -> tuple[MicroBatch, i
 def sampler_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int | None) -> SamplerRoom:
     """Of the sampler beside the models of a process: `sampler/engine.py`, or vLLM's share of the device."""
     options = config.sampler.options
-    if config.cluster.samplers:  # on devices of their own
-        return SamplerRoom()
+    if config.cluster.samplers:
+        return _beside(config, shape, layout, size) if config.cluster.colocated else SamplerRoom()
     if config.sampler.engine == "vllm":
         weights = shape.parameters * layout.dtype_bytes if config.sampler.sleep == 1 else 0
         asleep = weights if config.sampler.sleep and layout.device == "cuda" else None
         return SamplerRoom(engine_bytes=_vllm_bytes(options, shape, layout, size), asleep_bytes=asleep)
     if config.sampler.engine != "native":
         return SamplerRoom()  # a server's memory is its own
+    return _native_room(config, shape, layout, size)
+
+
+def _beside(config: RLConfig, shape: ModelShape, layout: Layout, size: int | None) -> SamplerRoom:
+    """Of the samplers in processes of their own that are on the device of one rank."""
+    count, context = -(-config.cluster.samplers // layout.ranks), CONTEXT if layout.device == "cuda" else 0
+    if config.sampler.engine == "vllm":
+        one = _vllm_bytes(config.sampler.options, shape, layout, size)
+    else:
+        room = _native_room(config, shape, layout, size)
+        keys = room.rows * room.capacity * shape.key_value_width * layout.dtype_bytes
+        one = shape.parameters * layout.dtype_bytes + keys
+    return SamplerRoom(engine_bytes=count * (one + context))
+
+
+def _native_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int | None) -> SamplerRoom:
+    options = config.sampler.options
     engines = _engines(config, layout)
     batch = -(-int(options.get("max_batch", MAX_BATCH)) // engines)
     steps = -(-int(options.get("tokens_per_step", TOKENS_PER_STEP[layout.device])) // engines)
@@ -229,7 +248,7 @@ def sampler_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int 
     budget = _kv_budget(options.get("kv_gib"), layout, size)
     most = 4 * batch if budget is None else min(4 * batch, int(budget) // engines // row_bytes)
     episodes = config.batch.episodes_per_step * (1 + (config.sampling.max_staleness or 0))
-    wanted = -(-episodes // (layout.ranks * engines))
+    wanted = -(-episodes // ((config.cluster.samplers or layout.ranks) * engines))
     rows = _grown(wanted, most, batch if layout.device == "cuda" else 8)
     prompts = min(steps, config.batch.prompts_per_step * config.limits.max_prompt_tokens)
     return SamplerRoom(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,12 +21,13 @@ from posttrain.runs.metrics import Metrics
 from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampler
 from posttrain.sampler.server import ServerSampler
-from posttrain.sampler.vllm import VllmSampler
+from posttrain.sampler.vllm import NO_WEIGHTS, VllmSampler
 from posttrain.sampler.vllm_server import VllmServerSampler
 from posttrain.trainer.policy import Policy
 from posttrain.weights.publish import Published, Publisher
 
 log = logging.getLogger("posttrain")
+LOOK_SECONDS = 0.1
 
 
 class Publishes(Protocol):
@@ -84,6 +88,12 @@ class Sampling:
             self.sampler.sleep(self.sleep)
             self.resting = True
 
+    def renew_while_held(self, soon: Callable[[Callable[[], object]], None]) -> None:
+        """In an asynchronous run: a server that has lost its weights gets them anew while the thread that trains does
+        nothing else. soon: `Background.soon`."""
+        if isinstance(self.sampler, VllmServerSampler) and self.publisher is not None:
+            self.sampler.renew = partial(_renewed, self.sampler, self.publisher, soon)
+
     def record(self, metrics: Metrics) -> None:
         """At the end of a step: what became of the samplers."""
         for key, value in ({} if self.publisher is None else self.publisher.counts()).items():
@@ -133,14 +143,38 @@ def published_sampling(config: RLConfig, tokenizer: Any, policy: Policy) -> Samp
         how = {"model": settings.model, "token": _token(settings), **settings.options}
         engine = VllmServerSampler(policy, settings.url, tokenizer, **how)
     try:
+        # what `shared` is between processes, `auto` is in one: the config of a run is read for its evaluation, too
+        transport = "auto" if settings.transport == "shared" else settings.transport
         gap = settings.max_probe_gap
-        publisher = Publisher(policy, engine, transport=settings.transport, folder=settings.folder, max_gap=gap)
+        publisher = Publisher(policy, engine, transport=transport, folder=settings.folder, max_gap=gap)
     except BaseException:
         engine.close()
         raise
     if isinstance(engine, VllmServerSampler):
         engine.renew = publisher.publish
     return Sampling(sampler=engine, publisher=publisher, sleep=settings.sleep)
+
+
+async def _renewed(
+    sampler: VllmServerSampler, publisher: Publishes, soon: Callable[[Callable[[], object]], None]
+) -> None:
+    """Gives the weights of now, unless somebody else has given newer ones meanwhile."""
+    loop, held, over = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def hold() -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(held.set)
+            over.wait()
+
+    soon(hold)
+    try:
+        while sampler.version == NO_WEIGHTS and not held.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(held.wait(), LOOK_SECONDS)
+        if sampler.version == NO_WEIGHTS:
+            await publisher.publish()
+    finally:
+        over.set()
 
 
 def _can_sleep(settings: SamplerConfig, policy: Policy) -> dict[str, bool]:

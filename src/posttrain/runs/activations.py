@@ -10,6 +10,8 @@ from posttrain.runs.layout import Layout, MicroBatch
 from posttrain.runs.model_shape import ModelShape
 
 LSE_BYTES = 4  # per row and head: what attention keeps of its softmax
+COMPILED_ROWS = 1024  # `compiled_attention.FEWEST`
+SMALL_HIDDEN = 1024  # `learner.SMALL_HIDDEN_SIZE`: larger models take several threads of torch, and no numba
 CPU_LOGITS = 1 << 24  # `fused.LOGITS_PER_CHUNK`, and `kept.KEEP_AT_MOST`
 CUDA_LOGITS = 1 << 28  # `fused.LOGITS_PER_CUDA_CHUNK`
 
@@ -34,6 +36,9 @@ def computed_again(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
 def of_layer(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     """Norms, attention, MLP."""
     rows = _rows(layout, batch)
+    if _written_out(shape, layout, batch):  # x, h, gate and up
+        stream = 2 * (shape.hidden + shape.intermediate) * layout.dtype_bytes + 2 * LSE_BYTES
+        return rows * stream + _attention(shape, layout, batch)
     mlp = rows * shape.intermediate * layout.dtype_bytes * _mlp_copies(layout)
     gathered = rows * shape.experts_per_token * shape.hidden * layout.dtype_bytes  # tokens by expert
     between = rows * shape.adapter_width * layout.dtype_bytes
@@ -87,7 +92,20 @@ def of_head(shape: ModelShape, layout: Layout, batch: MicroBatch) -> tuple[int, 
 def passing(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     """What comes and goes while the backward pass is in a layer: gradients of the MLP's insides and of the stream."""
     rows = _rows(layout, batch)
+    if _written_out(shape, layout, batch):  # insides of the MLP by the block
+        return rows * layout.dtype_bytes * (2 * shape.hidden + shape.query_width)
     return rows * layout.dtype_bytes * (2 * shape.intermediate + 2 * shape.hidden)
+
+
+def _compiled(shape: ModelShape, layout: Layout, batch: MicroBatch) -> bool:
+    """`trainer/compiled_attention.py`: prefixes are read in place."""
+    here = layout.device == "cpu" and layout.numba and layout.sequence_parallel == 1
+    return here and batch.rows >= COMPILED_ROWS and shape.hidden < SMALL_HIDDEN
+
+
+def _written_out(shape: ModelShape, layout: Layout, batch: MicroBatch) -> bool:
+    """`trainer/lean_layers.py`: a layer keeps what goes into its norms and what comes of its products."""
+    return _compiled(shape, layout, batch) and shape.plain and layout.tensor_parallel == 1
 
 
 def _rows(layout: Layout, batch: MicroBatch) -> int:
@@ -114,7 +132,7 @@ def _attention(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     """Queries, keys, values, the result, and what the norms of queries and keys keep."""
     rows, width = _rows(layout, batch), layout.dtype_bytes
     kept = rows * (2 * shape.query_width * width + shape.heads * LSE_BYTES) + _keys(shape, layout, batch)
-    if layout.device == "cpu" or layout.sequence_parallel > 1:
+    if (layout.device == "cpu" or layout.sequence_parallel > 1) and not _compiled(shape, layout, batch):
         kept += rows * shape.query_width * width  # the result once more, as rows of the output projection
     if shape.query_norms:
         per_number = width if layout.quick_norms else 4 + (0 if shape.adapters else width)
@@ -129,5 +147,5 @@ def _keys(shape: ModelShape, layout: Layout, batch: MicroBatch) -> int:
     if layout.device == "cuda":
         return _split(batch.tokens, layout) * 2 * heads * shape.head_size * width
     own = _rows(layout, batch) * 2 * shape.key_width * width
-    copies = batch.tokens if batch.shared else 0
+    copies = batch.tokens if batch.shared and not _compiled(shape, layout, batch) else 0
     return own + _split(copies, layout) * 2 * shape.key_width * width

@@ -19,6 +19,7 @@ class Layout:
     reshard_after_forward: bool = True
     gradient_checkpointing: bool = False
     compiled: bool = True  # layers; on CUDA
+    numba: bool = False  # whether training on a CPU is compiled by it, where there are rows enough
     grouped_keys: bool = True  # attention takes fewer key heads than query heads; else it gets copies of them
     workers: int = 1  # micro-batches at once on a CPU
 

@@ -26,6 +26,11 @@ class ModelShape:
     adapter_width: int = 0  # numbers of a token between the factors of a layer's adapters
 
     @property
+    def plain(self) -> bool:
+        """Whether layers may be written out (`trainer/lean_layers.py`), as far as sizes tell."""
+        return self.norms == 2 and not self.experts_per_token and not self.adapters
+
+    @property
     def trained(self) -> int:
         return self.adapters or self.parameters
 

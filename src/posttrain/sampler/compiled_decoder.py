@@ -8,11 +8,8 @@ not pay.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,9 +24,9 @@ from posttrain.sampler.kv_cache import KVCache
 from posttrain.sampler.lean_decoder import LeanDecoder
 from posttrain.sampler.requests import Request
 from posttrain.sampler.shared_prefix import MOST_MEMBERS, families, pieces, row_of
+from posttrain.trainer.compiled_attention import FAR, sgemm_address
 
 FEWEST = 16  # sequences
-FAR = 1 << 62  # a window that sees everything
 NOTHING = np.empty(0, np.float32)
 
 Floats = NDArray[np.float32]
@@ -124,7 +121,7 @@ class CompiledDecoder:
             self._weights = [_weights(layer) for layer in self._lean.decoder.layers]
             self._addresses = addresses
 
-    def _scratch_for(self, layer: Any, rows: int, cache: tuple[int, ...]) -> tuple[Floats | NDArray[np.int32], ...]:
+    def _scratch_for(self, layer: Any, rows: int, cache: tuple[int, ...]) -> tuple[Floats, ...]:
         """In the order in which `layer_step` names it; made anew when the number of sequences or the cache changes."""
         if self._known_scratch is None or self._known_scratch[0] != (rows, cache):
             _, heads, capacity, width = cache
@@ -135,8 +132,7 @@ class CompiledDecoder:
                 (rows, block.q_proj.in_features), (rows, queries), (rows, queries), (rows, keys), (rows, keys),
                 (rows, mlp), (rows, mlp), (together, width), (together, width), (together, capacity),
             ]  # fmt: skip
-            made = [np.empty(shape, np.float32) for shape in shapes]
-            self._known_scratch = ((rows, cache), (*made, np.empty(max(mlp, capacity), np.int32)))
+            self._known_scratch = ((rows, cache), tuple(np.empty(shape, np.float32) for shape in shapes))
         return self._known_scratch[1]
 
 
@@ -151,16 +147,6 @@ def compiled_decoder(lean: LeanDecoder | None, cache: KVCache) -> CompiledDecode
 
 def kernels() -> ModuleType | None:
     return numba_code("posttrain.sampler.decode_numba")
-
-
-@cache
-def sgemm_address() -> int | None:
-    """Of `sgemm_`, the matrix product of the BLAS in torch's library; None where torch was built otherwise."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        return ctypes.cast(ctypes.CDLL(str(library)).sgemm_, ctypes.c_void_p).value
-    except (OSError, AttributeError):
-        return None
 
 
 def _weights(layer: Any) -> tuple[Any, ...]:

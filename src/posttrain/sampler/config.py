@@ -29,10 +29,11 @@ class SamplerConfig(BaseModel):
         description="of the engine. native: max_batch, tokens_per_step, kv_gib; vllm: its EngineArgs, by name; "
         "vllm_server: concurrency, timeout_seconds, patience_seconds, host; server: concurrency, timeout_seconds",
     )
-    transport: Literal["auto", "memory", "disk", "broadcast"] = Field(
+    transport: Literal["auto", "memory", "disk", "broadcast", "shared"] = Field(
         default="auto",
         description="how weights get to vllm and vllm_server (auto: memory, and disk where it has processes of its "
-        "own), or to cluster.samplers (auto: broadcast)",
+        "own), or to cluster.samplers (auto: broadcast, and where they are colocated shared: through memory that "
+        "processes of one machine share)",
     )
     folder: str | None = Field(
         default=None,
@@ -57,6 +58,11 @@ class SamplerConfig(BaseModel):
     token_env: str | None = Field(default=None, description="environment variable with the server's API key")
 
     @property
+    def computes_as_trainer(self) -> bool:
+        """Whether log-probs of the sampler are the trainer's, so that they need not be computed again."""
+        return self.engine == "native"
+
+    @property
     def moves_weights(self) -> bool:
         """Whether something is set that only matters where weights are transferred."""
         return self.transport != "auto" or self.max_probe_gap is not None or self.folder is not None
@@ -73,10 +79,10 @@ class SamplerConfig(BaseModel):
             raise ValueError("sampler.url goes with sampler.engine: vllm_server or server, and the other way round")
         if self.engine not in SERVERS and (self.model or self.token_env):
             raise ValueError("sampler.model and sampler.token_env go with sampler.engine: vllm_server or server")
-        if self.engine == "vllm_server" and self.transport == "memory":
-            raise ValueError("sampler.transport: memory does not reach a server; use disk or broadcast")
+        if self.engine == "vllm_server" and self.transport in ("memory", "shared"):
+            raise ValueError(f"sampler.transport: {self.transport} does not reach a server; use disk or broadcast")
         if self.engine != "vllm" and self.sleep:
             raise ValueError("sampler.sleep goes with sampler.engine: vllm, which shares the trainer's GPU")
-        if self.folder is not None and self.transport in ("memory", "broadcast"):
+        if self.folder is not None and self.transport in ("memory", "broadcast", "shared"):
             raise ValueError("sampler.folder goes with sampler.transport: disk")
         return self

@@ -6,63 +6,13 @@ brings along. Everything is float32; R is the number of sequences, D the width o
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-from llvmlite import ir  # pyright: ignore[reportMissingImports]
-from numba import njit, types  # pyright: ignore[reportMissingImports]
-from numba.extending import intrinsic  # pyright: ignore[reportMissingImports]
 
 from posttrain.sampler import randomness
+from posttrain.trainer.blas_numba import HIGHEST, LOG2_E, ONE, ZERO, compiled, exp2, product
 
-ONE = np.float32(1)
-ZERO = np.float32(0)
-LOG2_E = np.float32(1 / math.log(2))
 GOLDEN = np.uint64(randomness.GOLDEN)
 ROUNDS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in randomness.ROUNDS)
-LOWEST = np.float32(-126)  # the exponent of the smallest normal number
-# 2^f = sum of (f ln 2)^n / n!, to 1e-7 for f within half of 0
-TERMS = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(7))
-
-compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath={"nsz", "contract", "reassoc", "arcp"})
-
-
-@intrinsic
-def _call(typingctx, function, arguments):  # pyright: ignore[reportUnusedParameter]
-    """Calls the function at an address with thirteen pointers: numba caches no code that knows a function of ctypes."""
-
-    def code(context, builder, signature, values):  # pyright: ignore[reportUnusedParameter]
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [word] * 13)
-        pointers = [builder.extract_value(values[1], i) for i in range(13)]
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), pointers)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.UniTuple(types.int64, 13)), code
-
-
-@compiled
-def _product(sgemm, sizes, x, w, out, beta):
-    """out[rows, columns] = x[rows, inner] @ w + beta * out, where sizes = (rows, columns, inner).
-
-    x, out: (address, numbers from one row to the next). w: the same and whether it is [columns, inner] instead of
-    [inner, columns]. BLAS counts columns first, so that for it `w` is the left factor.
-    """
-    letters = np.empty(2, np.uint8)
-    letters[0], letters[1] = 84 if w[2] else 78, 78  # T, N
-    numbers = np.empty(6, np.int64)  # their lower halves, for a BLAS that counts in 32 bits
-    numbers[0], numbers[1], numbers[2] = sizes[1], sizes[0], sizes[2]
-    numbers[3], numbers[4], numbers[5] = w[1], x[1], out[1]
-    factors = np.empty(2, np.float32)
-    factors[0], factors[1] = ONE, beta
-    letter, number, factor = letters.ctypes.data, numbers.ctypes.data, factors.ctypes.data
-    _call(  # pyright: ignore[reportCallIssue]  (numba passes the typing context)
-        sgemm,
-        (
-            letter, letter + 1, number, number + 8, number + 16,
-            factor, w[0], number + 24, x[0], number + 32, factor + 4, out[0], number + 40,
-        ),
-    )  # fmt: skip
 
 
 @compiled
@@ -70,7 +20,7 @@ def _linear(sgemm, x, w, bias, beta, out):
     """out = x @ w^T + bias + beta * out"""
     sizes = (x.shape[0], w.shape[0], w.shape[1])
     into = (out.ctypes.data, out.shape[1])
-    _product(sgemm, sizes, (x.ctypes.data, x.shape[1]), (w.ctypes.data, w.shape[1], True), into, beta)
+    product(sgemm, sizes, (x.ctypes.data, x.shape[1], False), (w.ctypes.data, w.shape[1], True), into, (ONE, beta))
     if len(bias) > 0:
         for r in range(out.shape[0]):
             for c in range(out.shape[1]):
@@ -131,36 +81,22 @@ def _turned(head, cos, sin, scale, out):
 
 
 @compiled
-def _exponentials(x, top, powers):
-    """x = e^(x - top) in place, their sum returned; x <= top. Written so that it is done eight at a time; what is below
-    e^-87 becomes that instead of less. `powers` is scratch, int32 and at least as long."""
-    halves = powers.view(np.float32)
-    for i in range(len(x)):
-        y = max((x[i] - top) * LOG2_E, LOWEST)
-        whole = np.rint(y)
-        f = y - whole
-        x[i] = TERMS[0] + f * (
-            TERMS[1] + f * (TERMS[2] + f * (TERMS[3] + f * (TERMS[4] + f * (TERMS[5] + f * TERMS[6]))))
-        )
-        powers[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+def _exponentials(x, top):
+    """x = e^(x - top) in place, their sum returned; x <= top. What is below e^-87 becomes that instead of less."""
     total = ZERO
     for i in range(len(x)):
-        x[i] *= halves[i]
+        x[i] = exp2((x[i] - top) * LOG2_E)
         total += x[i]
     return total
 
 
 @compiled
-def _gated(gate, up, powers):
+def _gated(gate, up):
     """gate = silu(gate) * up, with silu(z) = z / (1 + e^-z); below -87, where it is 0, e^-z is kept finite."""
-    negative = np.empty(gate.shape[1], np.float32)
     for r in range(gate.shape[0]):
         row, other = gate[r], up[r]
         for c in range(len(row)):
-            negative[c] = min(-row[c], np.float32(87))
-        _exponentials(negative, ZERO, powers)
-        for c in range(len(row)):
-            row[c] = row[c] / (ONE + negative[c]) * other[c]
+            row[c] = row[c] / (ONE + exp2(min(-row[c] * LOG2_E, HIGHEST))) * other[c]
 
 
 @compiled
@@ -177,7 +113,7 @@ def _attend_together(sgemm, query, cache, places, window, scratch, out, which):
     weights with its values; the rest is done query by query."""
     keys, values = cache
     rows, ends, families = places
-    block, sums, scores, powers = scratch
+    block, sums, scores = scratch
     head, (first, last, shared) = which[1], families[which[0]]
     width = keys.shape[3]
     each = query.shape[1] // (keys.shape[1] * width)
@@ -188,21 +124,22 @@ def _attend_together(sgemm, query, cache, places, window, scratch, out, which):
     into = (scores.ctypes.data, scores.shape[1])
     if shared > 0:
         common = (keys[rows[first], head].ctypes.data, width, True)
-        _product(sgemm, (count, shared, width), (block.ctypes.data, width), common, into, ZERO)
+        product(sgemm, (count, shared, width), (block.ctypes.data, width, False), common, into, (ONE, ZERO))
     for i in range(count):
         r = first + i // each
         past = keys[rows[r], head, : ends[r]], values[rows[r], head, : ends[r]]
-        _follow(block[i], past, max(shared, ends[r] - window), shared, scores[i], powers, sums[i])
+        _follow(block[i], past, max(shared, ends[r] - window), shared, scores[i], sums[i])
     if shared > 0:
         common = (values[rows[first], head].ctypes.data, width, False)
-        _product(sgemm, (count, width, shared), into, common, (sums.ctypes.data, width), ONE)
+        weights = (scores.ctypes.data, scores.shape[1], False)
+        product(sgemm, (count, width, shared), weights, common, (sums.ctypes.data, width), (ONE, ONE))
     for i in range(count):
         place = (head * each + i % each) * width
         out[first + i // each, place : place + width] = sums[i]
 
 
 @compiled
-def _follow(query, past, start, shared, scores, powers, total):
+def _follow(query, past, start, shared, scores, total):
     """The softmax over `scores` of the shared keys, already there, and of the keys from `start`; total = what it gives
     of the values from `start`. In the end the scores of shared keys are weights."""
     keys, values = past
@@ -217,7 +154,7 @@ def _follow(query, past, start, shared, scores, powers, total):
     top = seen[0]
     for t in range(len(seen)):
         top = max(top, seen[t])
-    inverse = ONE / _exponentials(seen, top, powers)
+    inverse = ONE / _exponentials(seen, top)
     for t in range(len(seen)):
         seen[t] *= inverse
     total[:] = ZERO
@@ -240,18 +177,18 @@ def layer_step(sgemm, x, turn, weights, cache, places, how, scratch):
     how: scaling of scores, window. scratch: see `CompiledDecoder`.
     """
     norms, eps, attention, biases, mlp, mlp_biases = weights
-    y, query, turned, key, value, gate, up, block, sums, scores, powers = scratch
+    y, query, turned, key, value, gate, up, block, sums, scores = scratch
     _normed(x, norms[0], eps, y)
     _linear(sgemm, y, attention[0], biases[0], ZERO, query)
     _linear(sgemm, y, attention[1], biases[1], ZERO, key)
     _linear(sgemm, y, attention[2], biases[2], ZERO, value)
     _place(query, key, value, turn, (norms[1], norms[2], eps, how[0]), cache, places, turned)
-    _attend(sgemm, turned, cache, places, how[1], (block, sums, scores, powers), query)
+    _attend(sgemm, turned, cache, places, how[1], (block, sums, scores), query)
     _linear(sgemm, query, attention[3], biases[3], ONE, x)
     _normed(x, norms[3], eps, y)
     _linear(sgemm, y, mlp[0], mlp_biases[0], ZERO, gate)
     _linear(sgemm, y, mlp[1], mlp_biases[1], ZERO, up)
-    _gated(gate, up, powers)
+    _gated(gate, up)
     _linear(sgemm, gate, mlp[2], mlp_biases[2], ONE, x)
 
 
@@ -262,7 +199,6 @@ def draw_tokens(logits, temperatures, greedy, streams, counts, ids, logprobs):
     streams, counts: what `randomness.uniforms` takes. A row with a logit that is not finite has NaN for its log-prob.
     """
     weights = np.empty(logits.shape[1], np.float32)
-    powers = np.empty(logits.shape[1], np.int32)
     for r in range(len(ids)):
         row = logits[r]
         scale = ONE / temperatures[r]
@@ -272,7 +208,7 @@ def draw_tokens(logits, temperatures, greedy, streams, counts, ids, logprobs):
             broken |= row[v] != row[v]
             top = max(top, row[v])
         weights[:] = row
-        _exponentials(weights, top, powers)
+        _exponentials(weights, top)
         total = np.float64(0)
         for v in range(len(row)):
             total += np.float64(weights[v])

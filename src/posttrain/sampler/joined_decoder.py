@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posttrain.sampler.lean_decoder import How, Trial, is_plain
+from posttrain.sampler.lean_decoder import Trial, is_plain, turn_at
 from posttrain.trainer.attention import AttentionContext
+from posttrain.trainer.lean_layers import How
 from posttrain.trainer.policy import Policy
 
-Turn = tuple[Tensor, Tensor]  # cosine and signed sine of the rotary positions, [R, 1, D] each
+Turn = tuple[Tensor, Tensor]  # see `turn_at`
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class JoinedDecoder:
         decoder = self._decoder
         eps = decoder.norm.variance_epsilon
         x = F.embedding(token_ids, decoder.embed_tokens.weight)
-        turn = _turn(*(part[0, :, None] for part in decoder.rotary_emb(x[None], positions[None])))
+        turn = turn_at(decoder, x, positions)
         y = normed(x, decoder.layers[0].input_layernorm.weight, eps)
         for index, layer in enumerate(self._layers):
             _of_any_length(x, y, *turn)
@@ -177,11 +178,6 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, in float32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-
-
-def _turn(cos: Tensor, sin: Tensor) -> Turn:
-    half = sin.shape[-1] // 2
-    return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
 
 def _by_head(*tensors: Tensor) -> tuple[Tensor, ...]:

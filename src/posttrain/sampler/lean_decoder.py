@@ -8,7 +8,6 @@ hooks included, goes through the modules; a comparison with them at the start ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posttrain.trainer.attention import AttentionContext, exact_attention
+from posttrain.trainer.attention import AttentionContext
+from posttrain.trainer.lean_layers import Asked, How, in_float32_on_cpu, is_known
 from posttrain.trainer.policy import Policy
 
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # norm, attention, norm, gated SiLU; rotary positions
 TRIAL = (0, 1, 2, 3, 40, 41, 42)  # positions of the tokens of the comparison
 TOLERANCE = 1e-4  # relative to the largest hidden state
 HALF_TOLERANCE = 5e-2  # where numbers have eight bits
@@ -30,16 +29,8 @@ _known: WeakKeyDictionary[Policy, LeanDecoder | None] = WeakKeyDictionary()
 def lean_decoder(policy: Policy) -> LeanDecoder | None:
     """None where the modules have to do it."""
     if policy not in _known:
-        _known[policy] = _tried(policy) if _on_cpu(policy) and is_plain(policy) else None
+        _known[policy] = _tried(policy) if in_float32_on_cpu(policy.decoder) and is_plain(policy) else None
     return _known[policy]
-
-
-@dataclass(frozen=True, slots=True)
-class How:
-    """What attention of one layer was asked with."""
-
-    scaling: float
-    sliding_window: int | None
 
 
 class Written(Protocol):
@@ -59,9 +50,7 @@ class LeanDecoder:
         """[1, R, K] last hidden states of one row of R tokens."""
         decoder = self.decoder
         x = F.embedding(token_ids, decoder.embed_tokens.weight)
-        cos, sin = (part[0, :, None] for part in decoder.rotary_emb(x[None], positions[None]))  # [R, 1, D]
-        half = sin.shape[-1] // 2
-        turn = (cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1))
+        turn = turn_at(decoder, x, positions)
         for layer_idx, layer in enumerate(decoder.layers):
             x = self._attended(layer_idx, layer, x, turn, attention)
             x = _fed_forward(layer, x)
@@ -87,6 +76,13 @@ class LeanDecoder:
         return _added(x, out.reshape(len(x), -1), block.o_proj)
 
 
+def turn_at(decoder: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rotary positions, [R, 1, D] each: the cosine, and the sine that goes with the swapped halves of a head."""
+    cos, sin = (part[0, :, None] for part in decoder.rotary_emb(x[None], positions[None]))
+    half = sin.shape[-1] // 2
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+
+
 def _fed_forward(layer: Any, x: Tensor) -> Tensor:
     mlp = layer.mlp
     y = _normed(x, layer.post_attention_layernorm)
@@ -104,44 +100,10 @@ def _added(x: Tensor, y: Tensor, linear: Any) -> Tensor:
     return out if linear.bias is None else out.add_(linear.bias)
 
 
-def _on_cpu(policy: Policy) -> bool:
-    parameters = policy.decoder.parameters()
-    return policy.device.type == "cpu" and all(p.dtype == torch.float32 for p in parameters)
-
-
 def is_plain(policy: Policy) -> bool:
     """Whether it is one of those architectures, without adapters, hooks or layers of another kind."""
-    modules = list(policy.decoder.modules())
-    return (
-        policy.config.model_type in MODEL_TYPES
-        and all(type(m) is nn.Linear for m in modules if isinstance(m, nn.Linear) or hasattr(m, "base_layer"))
-        and type(getattr(policy.decoder, "embed_tokens", None)) is nn.Embedding
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
-    )
-
-
-@dataclass(slots=True)
-class _Asked:
-    """Plain causal attention that remembers how it was asked."""
-
-    how: dict[int, How] = field(default_factory=dict[int, How])
-    extras: bool = False
-
-    def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        **extras: Any,
-    ) -> Tensor:
-        self.how[layer_idx] = How(scaling, sliding_window)
-        self.extras |= bool(extras)
-        visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
-        return exact_attention(query, key, value, visible, scaling=scaling, **extras).transpose(1, 2)
+    embedding = getattr(policy.decoder, "embed_tokens", None)
+    return is_known(policy.decoder, policy.config) and type(embedding) is nn.Embedding
 
 
 class Trial:
@@ -152,7 +114,7 @@ class Trial:
         size: int = policy.decoder.embed_tokens.num_embeddings  # type: ignore[assignment, union-attr]
         self._positions = torch.tensor(TRIAL, device=policy.device)
         self._token_ids = torch.arange(len(TRIAL), device=policy.device) % size
-        asked = _Asked()
+        asked = Asked()
         self._expected = policy.hidden_states(self._token_ids, self._positions, asked)
         self.how = asked.how
         self._extras = asked.extras
@@ -162,7 +124,7 @@ class Trial:
         """Whether nothing else was asked of attention, and the hidden states are the same."""
         if self._extras:
             return False
-        found = decoder.hidden_states(self._token_ids, self._positions, _Asked())
+        found = decoder.hidden_states(self._token_ids, self._positions, Asked())
         tolerance = TOLERANCE if found.dtype is torch.float32 else HALF_TOLERANCE
         return bool((found - self._expected).abs().max() <= tolerance * self._expected.abs().max())
 

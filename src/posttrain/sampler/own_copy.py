@@ -11,9 +11,9 @@ from torch import Tensor
 
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.requests import SamplerError
-from posttrain.sampler.vllm_worker import unmatched
 from posttrain.trainer.policy import Policy
 from posttrain.weights.buckets import tensors_in
+from posttrain.weights.names import unmatched
 
 NO_WEIGHTS = -1
 

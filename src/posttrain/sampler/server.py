@@ -45,6 +45,7 @@ class ServerSampler:
     """
 
     version = 0
+    interruptible = False  # whether a turn that the server has broken off goes on by another request
     patience_seconds = 0.0  # for which a server that is not there is asked again, beyond the usual tries
 
     def __init__(
@@ -88,22 +89,31 @@ class ServerSampler:
             max_context=int(self._card.get("max_model_len") or 1 << 62),
             vocabulary=self._vocabulary,
         )
-        async with self._turns:
-            body = await self._ask(http, "POST", "/completions", self._body(request, seed))
-        return self._read(request, body)
+        while not await self._extend(http, request, seed):
+            pass
+        assert request.result is not None
+        return request.result
 
     def release(self, session: str) -> None:
         """Nothing is kept here; the server's cache is its own affair."""
 
+    async def _extend(self, http: httpx.AsyncClient, request: Request, seed: int) -> bool:
+        """Asks for what is left of the turn; whether that has ended it."""
+        async with self._turns:
+            version = self.version
+            body = await self._ask(http, "POST", "/completions", self._body(request, seed))
+        return self._read(request, body, version)
+
     def _body(self, request: Request, seed: int) -> dict[str, Any]:
+        """A turn that goes on has other draws than one that was not broken off."""
         params = request.params
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": request.ids,
-            "max_tokens": request.limit - request.prompt_length,
+            "max_tokens": request.limit - len(request.ids),
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "seed": seed & SEED_MASK,
+            "seed": (seed + request.generated) & SEED_MASK,
             "logprobs": 1,
             "return_token_ids": True,
             "stop_token_ids": sorted(params.stop_ids),
@@ -116,14 +126,16 @@ class ServerSampler:
             body["stop"] = list(params.stop_strings[:MAX_STOPS])
         return body
 
-    def _read(self, request: Request, body: Any) -> Sampled:
-        """Token by token, as if they came from an engine in this process."""
+    def _read(self, request: Request, body: Any, version: int) -> bool:
+        """Token by token, as if they came from an engine in this process; whether the turn has ended."""
         try:
             (choice,) = body["choices"]
             ids, reason = choice.get("token_ids"), choice["finish_reason"]
             logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SamplerError(f"{self.url} answered in another form: {str(body)[:SHOWN]}") from error
+        if reason == "abort" and self.interruptible and not ids:
+            return False
         if not ids or not logprobs or len(ids) != len(logprobs):
             raise SamplerError(
                 f"{self.url} does not tell which tokens it sampled (token_ids, and a log-prob for each): only servers "
@@ -132,22 +144,23 @@ class ServerSampler:
         for token, logprob in zip(ids, logprobs, strict=True):
             request.ids.append(int(token))
             request.logprobs.append(min(float(logprob), 0.0))
-            request.versions.append(self.version)
+            request.versions.append(version)
             if ends(request):
-                assert request.result is not None
-                return request.result
+                return True
+        if reason == "abort" and self.interruptible:
+            return False
         if reason != "length":
             raise SamplerError(
                 f"{self.url} ended a turn for {reason!r} after {len(ids)} tokens, with none of the stops that it was "
                 f"asked for; its last id is {ids[-1]}"
             )
-        new = request.prompt_length  # the server's own limit was nearer
-        return Sampled(
-            ids=request.ids[new:],
+        request.result = Sampled(  # the server's own limit was nearer
+            ids=request.ids[request.prompt_length :],
             logprobs=request.logprobs,
             versions=request.versions,
             stop_reason=StopReason.LENGTH,
         )
+        return True
 
     async def _client(self) -> httpx.AsyncClient:
         """The connections of the running loop. The first caller asks who the server is, and the others wait for it."""

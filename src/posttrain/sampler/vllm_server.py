@@ -5,9 +5,10 @@ It must be started with the routes for such use, and with what receives the weig
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server MODEL --logprobs-mode processed_logprobs \\
         --worker-extension-cls posttrain.sampler.vllm_worker.WeightReceiver
 
-New weights: requests are frozen -> all weights, by files that both machines see or by broadcast -> cached prefixes are
-dropped, frozen requests computed anew -> the server is marked -> requests go on. A turn that was frozen is stamped with
-the older version, as the server does not say which of its tokens are new.
+New weights: nothing is asked any more -> open requests are broken off, and what they have is taken -> all weights, by
+files that both machines see or by broadcast -> cached prefixes are dropped -> the server is marked -> turns that were
+broken off go on, from the token at which they are. So every token is known to be of the weights before or after, though
+the server does not say so.
 
 A server that is started anew has its first weights again and no mark. Every answer is followed by a look at the mark
 (none is needed within RESTART_SECONDS of the last, in which no server starts); when it is gone, the weights are sent
@@ -24,9 +25,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from posttrain.sampler.protocol import Sampled, SamplingParams
-from posttrain.sampler.requests import SamplerError
+from posttrain.sampler.requests import Request, SamplerError
 from posttrain.sampler.server import SHOWN, ServerSampler
 from posttrain.sampler.vllm import NO_WEIGHTS, across_workers, transformers_config
 from posttrain.sampler.vllm_engine import RECEIVER
@@ -44,6 +44,7 @@ from posttrain.weights.buckets import BUCKET_BYTES, Group, listen, open_group, s
 
 log = logging.getLogger("posttrain")
 RESTART_SECONDS = 2.0  # importing vLLM alone takes longer
+LEFT_SECONDS = 1.0  # for answers that were broken off; who gets none in it had not begun, and is asked again
 RENEWALS = 3  # times in a row that one turn may meet a server that was restarted
 LOGPROBS = "processed_logprobs"
 START = f"start it with VLLM_SERVER_DEV_MODE=1 and --logprobs-mode {LOGPROBS} --worker-extension-cls {RECEIVER}"
@@ -57,6 +58,7 @@ class VllmServerSampler(ServerSampler):
     """
 
     in_one_process = False
+    interruptible = True
 
     def __init__(
         self,
@@ -81,6 +83,11 @@ class VllmServerSampler(ServerSampler):
         self._lives = 0  # of the server, as far as they were noticed
         self._renewing: asyncio.Task[Any] | None = None
         self._looking: asyncio.Lock
+        self._may_ask: asyncio.Event  # not while weights change
+        self._asking: set[asyncio.Task[bool]] = set()
+        self._looker = ThreadPoolExecutor(
+            1, "vllm server"
+        )  # asyncio's own threads may be taken by waiting environments
         self._exchanging = threading.Lock()  # the mark here and the one there change together
         self._group: Group | None = None
         root = self.url.removesuffix("/v1")
@@ -100,13 +107,15 @@ class VllmServerSampler(ServerSampler):
         Raises ValueError for a request that no server could serve, and SamplerError for what the server makes of it.
         """
         for _ in range(RENEWALS + 1):
+            await self._client()
+            await self._may_ask.wait()
             if self.version == NO_WEIGHTS and self._lives == 0:
                 raise SamplerError("the server has no weights yet: publish a policy to it (posttrain.weights)")
-            lives, version = self._lives, self.version
+            lives = self._lives
             sampled = await super().sample(ids, params, seed=seed, session=session)
             await self._look()
-            if lives == self._lives and version != NO_WEIGHTS:
-                return replace(sampled, versions=[version] * len(sampled.ids))
+            if lives == self._lives and NO_WEIGHTS not in sampled.versions:
+                return sampled
         raise SamplerError(f"{self.url} was restarted {RENEWALS + 1} times while one turn was sampled")
 
     def reset(self) -> None:
@@ -145,12 +154,28 @@ class VllmServerSampler(ServerSampler):
         self._group = group
 
     def close(self) -> None:
+        self._looker.shutdown(wait=False)
         self._control.close()
 
     async def _client(self) -> httpx.AsyncClient:
         if self._loop is not asyncio.get_running_loop():
-            self._looking = asyncio.Lock()
+            self._looking, self._may_ask = asyncio.Lock(), asyncio.Event()
+            self._may_ask.set()
+            self._asking.clear()  # of a loop that has ended
         return await super()._client()
+
+    async def _extend(self, http: httpx.AsyncClient, request: Request, seed: int) -> bool:
+        while True:
+            await self._may_ask.wait()
+            asking = asyncio.create_task(super()._extend(http, request, seed))
+            self._asking.add(asking)
+            try:
+                await asyncio.wait([asking])
+            finally:
+                self._asking.discard(asking)
+                asking.cancel()  # unless it is done: the caller was cancelled
+            if not asking.cancelled():  # else it had not begun when weights changed
+                return asking.result()
 
     async def _look(self) -> None:
         """Whether the server still has the weights that it was given; if not, it has them afterwards."""
@@ -160,7 +185,7 @@ class VllmServerSampler(ServerSampler):
             if time.monotonic() - self._seen < RESTART_SECONDS:
                 return
             started = time.monotonic()
-            if await asyncio.to_thread(self._holds_what_it_was_given):
+            if await asyncio.get_running_loop().run_in_executor(self._looker, self._holds_what_it_was_given):
                 self._seen = started
                 return
             await self._renew()
@@ -178,17 +203,43 @@ class VllmServerSampler(ServerSampler):
             self._renewing = None
 
     def _exchange(self, version: int, transfer: Callable[[], Any]) -> None:
-        self.version = NO_WEIGHTS  # should the transfer fail, half of the weights are of no version
-        self._order("POST", "/pause?mode=keep")
+        """On any thread. Where another one runs the loop that asks, requests may be open."""
+        self._on_loop(self._shut)
         try:
-            transfer()
-            self.reset()
-            with self._exchanging:
-                self._mark = f"{self._name}/{next(self._transfers)}"
-                self._rpc("posttrain_mark", self._mark)
+            self._order("POST", "/pause?mode=abort")
+            try:
+                self._on_loop(self._left)
+                self.version = NO_WEIGHTS  # should the transfer fail, half of the weights are of no version
+                transfer()
+                self.reset()
+                with self._exchanging:
+                    self._mark = f"{self._name}/{next(self._transfers)}"
+                    self._rpc("posttrain_mark", self._mark)
+            finally:
+                self._order("POST", "/resume")
+            self.version, self._seen = version, time.monotonic()
         finally:
-            self._order("POST", "/resume")
-        self.version, self._seen = version, time.monotonic()
+            self._on_loop(self._reopen)
+
+    def _on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        loop = self._loop
+        if loop is not None and loop.is_running() and loop is not _loop_here():
+            asyncio.run_coroutine_threadsafe(work(), loop).result()
+
+    async def _shut(self) -> None:
+        self._may_ask.clear()
+
+    async def _left(self) -> None:
+        """Nothing is open any more."""
+        late = list(self._asking)
+        if late:
+            _, late = await asyncio.wait(late, timeout=LEFT_SECONDS)
+        for asking in late:
+            asking.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    async def _reopen(self) -> None:
+        self._may_ask.set()
 
     def _meet(self) -> Group:
         world = self._workers + 1
@@ -246,6 +297,13 @@ class VllmServerSampler(ServerSampler):
         except json.JSONDecodeError as error:
             raise SamplerError(f"{self.url}{path} answered without JSON: {answer.text[:SHOWN]!r}") from error
         return found if isinstance(found, dict) else {}
+
+
+def _loop_here() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _own_address(url: str) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.weights.adapters import FACTORS, write_adapter
+from posttrain.weights.adapters import write_adapter
 from posttrain.weights.buckets import Group, connect, open_group, receive, tensors_in
+from posttrain.weights.names import WRAPPED, unfused, unmatched
 
 AdapterTag = tuple[int, int] | None
-WRAPPED = ".base_layer."  # in the names of layers that vLLM has prepared for adapters
 
 
 class WeightReceiver:
@@ -142,24 +142,3 @@ def prepare_tied(model: Any) -> None:
 def packed_modules(model: Any) -> Mapping[str, Sequence[str]]:
     """Fused module -> the modules that it is made of."""
     return getattr(model, "packed_modules_mapping", None) or {}
-
-
-def unmatched(
-    names: Sequence[str], own: Sequence[str], packed: Mapping[str, Sequence[str]]
-) -> tuple[list[str], list[str]]:
-    """See `WeightReceiver.posttrain_unmatched`. own: the engine's names. packed: see `packed_modules`."""
-    plain = {name.replace(WRAPPED, "."): WRAPPED in name for name in own}
-    needed = {part: None for name in plain for part in unfused(name, packed)}
-    layers = {part.rpartition(".")[0] for name, wrapped in plain.items() if wrapped for part in unfused(name, packed)}
-    places = needed.keys() | {f"{layer}.{factor}.weight" for layer in layers for factor in FACTORS}
-    given = set(names)
-    return [name for name in names if name not in places], [name for name in needed if name not in given]
-
-
-def unfused(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """The names under which a checkpoint holds the engine's tensor."""
-    words = name.split(".")
-    for place, word in enumerate(words):
-        if word in packed:
-            return [".".join([*words[:place], part, *words[place + 1 :]]) for part in packed[word]]
-    return [name]

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from posttrain.trainer.compiled_attention import Segment, Sight, compiled_attention, takes
+
 try:  # torch >= 2.10; FlashAttention on packed rows, CUDA only
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # older torch: length buckets are used on every device
@@ -114,6 +116,10 @@ class Bucket:
     count: int
     length: int
 
+    @property
+    def segments(self) -> list[Segment]:
+        return [(0, 0, self.start + i * self.length, self.length) for i in range(self.count)]
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -178,6 +184,9 @@ class PackedAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if softcap is None and sinks is None and takes(query):
+            segments = [segment for bucket in self.layout.buckets for segment in bucket.segments]
+            return compiled_attention(query, key, value, Sight.of(segments, scaling=scaling, window=sliding_window))
         rows = [bucket.count * bucket.length for bucket in self.layout.buckets]
         parts = zip(
             self.layout.buckets,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.packing import Batch
 from posttrain.trainer.last_layer import prepare_last_layer
+from posttrain.trainer.lean_layers import quicken_layers
 from posttrain.trainer.loading import ModelError, load_decoder, no_progress_bars, pick_device, pick_dtype
 from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.optimizer import OptimizerConfig
@@ -119,6 +120,7 @@ class Critic:
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: Any) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens."""
+        quicken_layers(self.module, len(token_ids))
         decoder = self.module if self._place is None else self.module.forward  # `inside` has gathered what it needs
         return decoder_hidden_states(decoder, token_ids, positions, attention)
 

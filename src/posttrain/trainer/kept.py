@@ -7,13 +7,21 @@ e = exp(z - max z) is kept, not yet divided by its sum.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.numba_code import numba_code
+from posttrain.trainer.compiled_attention import takes
+
 KEEP_AT_MOST = 1 << 24  # probabilities of a micro-batch: 64 MiB of float32
 BLOCK = 1 << 19  # probabilities worked on at once: 2 MiB of float32, and not fewer than 64 rows
+
+Head = tuple[Tensor, Tensor | None]  # weight and bias
+Found = tuple[Tensor, Tensor, Tensor]  # sums of exponentials, log-probs, entropies
 
 
 def worth_keeping(hidden: Tensor, weight: Tensor) -> bool:
@@ -31,17 +39,12 @@ class KeptLogprobs(torch.autograd.Function):
         exponentials = hidden.new_empty(hidden.shape[0], weight.shape[0])
         sums, logprobs = hidden.new_empty(hidden.shape[0]), hidden.new_empty(hidden.shape[0])
         entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
+        passes = _passes(hidden, factor)
         for s in _blocks(hidden, weight):
-            z = _logits(hidden[s], weight, bias, factor)
-            z.sub_(z.amax(-1, keepdim=True))
-            torch.exp(z, out=exponentials[s])
-            torch.sum(exponentials[s], -1, out=sums[s])
-            lse = sums[s].log()
-            logprobs[s] = z.gather(-1, targets[s, None])[:, 0] - lse
-            if with_entropy:
-                entropy[s] = lse - z.mul_(exponentials[s]).sum(-1).div_(sums[s])
+            found = (sums[s], logprobs[s], entropy[s])
+            passes.take(hidden[s], (weight, bias), targets[s], exponentials[s], found)
         ctx.save_for_backward(hidden, weight, bias, targets, exponentials, sums)
-        ctx.factor = factor
+        ctx.factor, ctx.passes = factor, passes
         ctx.set_materialize_grads(False)  # an output that no loss reads costs nothing
         return logprobs, entropy
 
@@ -54,8 +57,7 @@ class KeptLogprobs(torch.autograd.Function):
         d_bias = torch.zeros_like(bias) if wanted[2] else None
         grad = torch.zeros_like(sums) if grad_logprobs is None else grad_logprobs * ctx.factor
         for s in _blocks(hidden, weight):
-            d_z = exponentials[s] * (-grad[s] / sums[s])[:, None]
-            d_z.scatter_add_(-1, targets[s, None], grad[s, None])
+            d_z = ctx.passes.give(exponentials[s], targets[s], sums[s], grad[s])
             if grad_entropy is not None:
                 _add_entropy_gradient(d_z, exponentials[s], sums[s], grad_entropy[s] * ctx.factor)
             if d_hidden is not None:
@@ -65,6 +67,59 @@ class KeptLogprobs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_z.sum(0)
         return d_hidden, d_weight, d_bias, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPasses:
+    """What is done to a block of logits."""
+
+    factor: float
+
+    def take(self, hidden: Tensor, head: Head, targets: Tensor, exponentials: Tensor, found: Found) -> None:
+        """Fills in the last two; of `found` entropies only if there is room for them."""
+        sums, logprobs, entropy = found
+        z = _logits(hidden, *head, self.factor)
+        z.sub_(z.amax(-1, keepdim=True))
+        torch.exp(z, out=exponentials)
+        torch.sum(exponentials, -1, out=sums)
+        lse = sums.log()
+        logprobs.copy_(z.gather(-1, targets[:, None])[:, 0] - lse)
+        if len(entropy):
+            entropy.copy_(lse - z.mul_(exponentials).sum(-1).div_(sums))
+
+    def give(self, exponentials: Tensor, targets: Tensor, sums: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of z."""
+        d_z = exponentials * (-grad / sums)[:, None]
+        return d_z.scatter_add_(-1, targets[:, None], grad[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPasses:
+    """The same in a pass each (`logprobs_numba.py`)."""
+
+    factor: float
+
+    def take(self, hidden: Tensor, head: Head, targets: Tensor, exponentials: Tensor, found: Found) -> None:
+        weight, bias = head
+        if bias is None:
+            torch.mm(hidden, weight.T, out=exponentials)
+        else:
+            torch.addmm(bias, hidden, weight.T, out=exponentials)
+        arrays = [part.numpy() for part in (exponentials, targets, *found)]
+        _kernels().take_logprobs(*arrays[:2], np.float32(self.factor), *arrays[2:])
+
+    def give(self, exponentials: Tensor, targets: Tensor, sums: Tensor, grad: Tensor) -> Tensor:
+        d_z = torch.empty_like(exponentials)
+        _kernels().give_logits(*(part.numpy() for part in (exponentials, targets, sums, grad, d_z)))
+        return d_z
+
+
+def _passes(hidden: Tensor, factor: float) -> TorchPasses | CompiledPasses:
+    return CompiledPasses(factor) if factor > 0 and takes(hidden) else TorchPasses(factor)
+
+
+def _kernels() -> Any:
+    return numba_code("posttrain.trainer.logprobs_numba")
 
 
 def _add_entropy_gradient(d_z: Tensor, exponentials: Tensor, sums: Tensor, grad: Tensor) -> None:

@@ -42,6 +42,7 @@ class _KeysTaken(Exception):
 @dataclass(slots=True)
 class _TakeKeys:
     taken: tuple[Tensor, Tensor] | None = None
+    wanted = ("k", "v")  # layers that can leave out the rest do so (`lean_layers.py`)
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         self.taken = key, value
@@ -55,14 +56,15 @@ class _AttendFromRows:
     context: ReadRows
     key: Tensor
     value: Tensor
+    wanted = ("q",)
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         rows = self.context.rows
         heads, size = query.shape[1], query.shape[-1]
-        everywhere = query.new_zeros(1, heads, self.key.shape[2], size).index_copy(2, rows, query)
+        everywhere = query.new_zeros(1, self.key.shape[2], heads, size).index_copy(1, rows, query.transpose(1, 2))
         inner = self.context.inner
         inner = inner.reading(rows) if isinstance(inner, SharedPrefixAttention) else inner
-        out = inner.attend(layer_idx, everywhere, self.key, self.value, **options)
+        out = inner.attend(layer_idx, everywhere.transpose(1, 2), self.key, self.value, **options)
         return out.index_select(1, rows)
 
 
@@ -104,19 +106,19 @@ def renumbered(rows: Tensor, count: int, read: Tensor) -> Tensor:
 
 def _forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the layer's own forward, which it calls; [1, R, K] -> [1, r, K]."""
-    own = type(layer).forward
+    own = getattr(layer, "posttrain_forward", None) or MethodType(type(layer).forward, layer)  # see `lean_layers.py`
     context = kwargs.get("attention")
     if not isinstance(context, ReadRows):
-        return own(layer, hidden_states, *args, **kwargs)
+        return own(hidden_states, *args, **kwargs)
     keys = _TakeKeys()
     with suppress(_KeysTaken):
-        own(layer, hidden_states, *args, **kwargs | {"attention": keys})
+        own(hidden_states, *args, **kwargs | {"attention": keys})
     if keys.taken is None:
         raise NotImplementedError(f"{type(layer).__name__} never asked for attention")
     count, rows = hidden_states.shape[1], context.rows
     args, kwargs = _of_rows(args, rows, count), _of_rows(kwargs, rows, count)
     kwargs["attention"] = _AttendFromRows(context, *keys.taken)
-    return own(layer, hidden_states.index_select(1, rows), *args, **kwargs)
+    return own(hidden_states.index_select(1, rows), *args, **kwargs)
 
 
 def _of_rows(value: Any, rows: Tensor, count: int) -> Any:

@@ -21,6 +21,7 @@ from posttrain.trainer.checks import check_policy
 from posttrain.trainer.compiling import compile_layers
 from posttrain.trainer.fused import LogitsRule, head_product
 from posttrain.trainer.last_layer import ReadRows, prepare_last_layer, renumbered, rows_read
+from posttrain.trainer.lean_layers import quicken_layers
 from posttrain.trainer.loading import (
     ModelConfig,
     ModelError,
@@ -148,6 +149,7 @@ class Policy:
         """[1, R, K] last hidden states of one row of R tokens; `attention` says who sees whom."""
         if self.megatron is not None:
             return self.megatron(token_ids, positions, attention)
+        quicken_layers(self.decoder, len(token_ids))
         return decoder_hidden_states(self.decoder, token_ids, positions, attention)
 
     def next_token_logits(self, hidden: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from posttrain.packing import Batch, Family, families_of
 from posttrain.trainer.attention import Bucket, Layout, PackedAttention, has_plain_scores, layout_of
 from posttrain.trainer.causal import causal_attention
+from posttrain.trainer.compiled_attention import Segment, Sight, compiled_attention, takes
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,17 @@ class SharedLayout:
     continuations: tuple[Continuations, ...]
     token_of_row: Tensor  # [R] long: a token of the batch that the row holds
     row_of_token: Tensor  # [T] long: several tokens may have one row
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Padded as in the buckets."""
+        segments = [segment for bucket in self.alone.buckets for segment in bucket.segments]
+        row = len(self.alone.token_of_row)
+        for part in self.continuations:
+            for _ in range(part.bucket.count):
+                segments.append((part.prefix.start, part.prefix.stop - part.prefix.start, row, part.bucket.length))
+                row += part.bucket.length
+        return segments
 
 
 def use_shared(device: torch.device, dtype: torch.dtype, module: nn.Module) -> bool:
@@ -119,6 +131,9 @@ class SharedPrefixAttention:
     ) -> Tensor:  # [1, R, H, D]
         if softcap is not None or sinks is not None:
             raise NotImplementedError("a shared prefix lacks soft caps and sinks; use_shared tells when to use it")
+        if takes(query):
+            sight = Sight.of(self.layout.segments, scaling=scaling, window=sliding_window, read=self._read)
+            return compiled_attention(query, key, value, sight)
         rows = [part.bucket.count * part.bucket.length for part in self.layout.continuations]
         sizes = [len(self.layout.alone.token_of_row), *rows]
         queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))

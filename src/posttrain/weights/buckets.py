@@ -111,23 +111,23 @@ def send_in_order(
 ) -> int:
     """As `send`, for tensors that come one at a time, as `described` and in its order; full buckets go at once."""
     buckets = layout(described, bucket_bytes)
-    _send_text(json.dumps(_described(buckets)), group)
+    _send_text(json.dumps(as_json(buckets)), group)
     for bucket in buckets:
         buffer = torch.empty(bucket[-1].stop, dtype=torch.uint8, device=group.device)
         for place, (name, tensor) in zip(bucket, tensors, strict=False):
             assert name == place.name, f"{name} came where {place.name} was announced"
-            _view(buffer, place).copy_(tensor)
+            view(buffer, place).copy_(tensor)
         group.broadcast(buffer)
     return sum(bucket[-1].stop for bucket in buckets)
 
 
 def receive(group: Group) -> Iterator[Named]:
     """What rank 0 sends. Every bucket is memory of its own: whoever keeps a tensor keeps its bucket."""
-    for bucket in _read_description(json.loads(_receive_text(group))):
+    for bucket in read_buckets(json.loads(_receive_text(group))):
         buffer = torch.empty(bucket[-1].stop, dtype=torch.uint8, device=group.device)
         group.broadcast(buffer)
         for place in bucket:
-            yield place.name, _view(buffer, place)
+            yield place.name, view(buffer, place)
 
 
 def tensors_in(folder: Path) -> Iterator[Named]:
@@ -138,15 +138,17 @@ def tensors_in(folder: Path) -> Iterator[Named]:
                 yield name, file.get_tensor(name)
 
 
-def _view(buffer: Tensor, place: Place) -> Tensor:
+def view(buffer: Tensor, place: Place) -> Tensor:
+    """The tensor that lies there, in the memory of its bucket."""
     return buffer[place.start : place.stop].view(place.dtype).view(place.shape)
 
 
-def _described(buckets: list[list[Place]]) -> list[list[Any]]:
+def as_json(buckets: list[list[Place]]) -> list[list[Any]]:
+    """For another process; `read_buckets` reads it."""
     return [[[p.name, p.shape, str(p.dtype).removeprefix("torch."), p.start, p.stop] for p in b] for b in buckets]
 
 
-def _read_description(described: list[list[Any]]) -> list[list[Place]]:
+def read_buckets(described: list[list[Any]]) -> list[list[Place]]:
     return [
         [Place(name, tuple(shape), getattr(torch, dtype), start, stop) for name, shape, dtype, start, stop in bucket]
         for bucket in described

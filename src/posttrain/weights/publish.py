@@ -10,13 +10,15 @@ weights move with the adapters merged into them.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from safetensors.torch import save_file
@@ -29,6 +31,7 @@ from posttrain.trajectory import Source, Trajectory
 from posttrain.weights.adapters import adapter_of, base_state, has_adapters, merged_state, write_adapter
 from posttrain.weights.manifest import Manifest, once, refuse
 
+T = TypeVar("T")
 Transport = Literal["auto", "memory", "disk", "broadcast"]
 PROBE_PROMPT = 40  # tokens; more than one block of an engine's cache
 PROBE_PARAMS = SamplingParams(max_new_tokens=12)
@@ -76,8 +79,7 @@ class AdapterReceiver(Receiver, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A transfer: `seconds` of it without the probe (samplers apart draw it as a part of taking weights, so there it is
-    included); `probe_gap` is the largest difference of a log-prob."""
+    """A transfer: `seconds` of it without the probe; `probe_gap` is the largest difference of a log-prob."""
 
     version: int
     transport: str
@@ -129,7 +131,7 @@ class Publisher:
         Raises WeightMismatch naming a tensor that does not fit, and WeightError when the probe differs too much.
         """
         started = time.perf_counter()
-        moved = self.move()
+        moved = self.move() if self.sampler.in_one_process else await _beside_the_loop(self.move)
         seconds = time.perf_counter() - started
         gap = await probe(self.policy, self.sampler)
         if not gap <= self.max_gap:  # NaN, too
@@ -209,6 +211,16 @@ class Part:
         else:
             here = {name: tensor.cpu().contiguous() for name, tensor in self.tensors}
             save_file(here, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+async def _beside_the_loop(work: Callable[[], T]) -> T:
+    """So that who asks an engine elsewhere goes on, and what is open there can be broken off. On a thread of its own:
+    those that asyncio has for all may be taken by environments that wait for these weights."""
+    thread = ThreadPoolExecutor(1, "weights")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+    finally:
+        thread.shutdown(wait=False)
 
 
 async def publish(policy: Policy, sampler: Receiver, **options: Any) -> Published:
