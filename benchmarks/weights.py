@@ -137,7 +137,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         policy = random_model(Path(folder), options.layers, options.width, options.device)
-        model = ModelConfig.model_validate({"path": folder, "device": options.device})
+        model = ModelConfig.model_validate({"path": folder, "device": options.device, "compile": False})
         for transport in options.transports:
             if options.colocated and transport == "broadcast":
                 continue

@@ -40,13 +40,19 @@ HALF_B: dict[str, Any] = {  # the shape of Qwen2-0.5B: 494 million parameters, 3
     "tie_word_embeddings": True,
     **ENDS,
 }
+ONE_AND_A_HALF_B = HALF_B | {  # the shape of Qwen2-1.5B: 1,544 million parameters
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+}
 HALF_B_SHRUNKEN = HALF_B | {  # the same code on a machine without a GPU
     "vocab_size": VOCABULARY,
     "hidden_size": 448,
     "intermediate_size": 1216,
     "num_hidden_layers": 2,
 }
-MODELS = {"tiny": TINY, "0.5b": HALF_B, "0.5b_shrunken": HALF_B_SHRUNKEN}
+MODELS = {"tiny": TINY, "0.5b": HALF_B, "1.5b": ONE_AND_A_HALF_B, "0.5b_shrunken": HALF_B_SHRUNKEN}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

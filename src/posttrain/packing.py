@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,7 @@ class Batch:
 
     def tokens_of(self, segments: Sequence[int]) -> Tensor:
         """[sum of lengths] positions in the batch of the tokens of the given segments, in the given order."""
-        starts = _starts(self.lengths)
-        spans = [torch.arange(starts[s], starts[s + 1]) for s in segments]
+        spans = [torch.arange(start, end) for start, end in spans_of(self.lengths, segments)]
         return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)
 
     def to(self, device: torch.device | str) -> Batch:
@@ -80,24 +80,32 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
     group_index = [groups.setdefault(t.group_id, len(groups)) for t in trajectories]
     repeats = torch.tensor(lengths)
     return Batch(
-        token_ids=_joined((t.token_ids for t in trajectories), np.int64),
+        token_ids=_joined((t.token_ids for t in trajectories), "q"),
         positions=torch.cat([torch.arange(length) for length in lengths]),
         segment_ids=torch.arange(len(lengths)).repeat_interleave(repeats),
         loss_mask=torch.frombuffer(bytearray().join(bytes(t.source) for t in trajectories), dtype=torch.uint8)
         == Source.POLICY,
         episode_index=torch.tensor(episode_index).repeat_interleave(repeats),
         group_index=torch.tensor(group_index).repeat_interleave(repeats),
-        rollout_logprobs=_joined((t.rollout_logprobs for t in trajectories), np.float32),
-        policy_versions=_joined((t.policy_versions for t in trajectories), np.int64),
-        rewards=_joined((t.rewards or [0.0] * len(t) for t in trajectories), np.float32),
+        rollout_logprobs=_joined((t.rollout_logprobs for t in trajectories), "f"),
+        policy_versions=_joined((t.policy_versions for t in trajectories), "q"),
+        rewards=_joined((t.rewards or [0.0] * len(t) for t in trajectories), "f"),
         lengths=lengths,
         streams=_pack_streams(trajectories),
     )
 
 
-def _joined(lists: Iterable[Sequence[Any]], dtype: type[np.generic]) -> Tensor:
-    """One tensor of many lists, None as NaN; through NumPy, which reads a list ten times faster than torch."""
-    return torch.as_tensor(np.array(list(chain.from_iterable(lists)), dtype=dtype))
+def _joined(lists: Iterable[Sequence[int | float | None]], kind: str) -> Tensor:
+    """One tensor of many lists, None as NaN; `kind` is that of `array`, which reads a list three times as fast as NumPy
+    does, and thirty times as fast as torch."""
+    return torch.as_tensor(np.concatenate([_read(values, kind) for values in lists]))
+
+
+def _read(values: Sequence[int | float | None], kind: str) -> np.ndarray[Any, Any]:
+    try:
+        return np.frombuffer(array(kind, values), dtype=kind)  # type: ignore[arg-type]
+    except TypeError:  # a None is there
+        return np.frombuffer(array(kind, [math.nan if value is None else value for value in values]), dtype=kind)  # type: ignore[arg-type]
 
 
 def _pack_streams(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -119,11 +127,23 @@ def select(batch: Batch, segments: Sequence[int]) -> Batch:
 
     `episode_index` and `group_index` keep their values of the full batch.
     """
-    index = batch.tokens_of(segments).to(batch.token_ids.device)
+    spans = spans_of(batch.lengths, segments) or [(0, 0)]
     lengths = [batch.lengths[s] for s in segments]
-    taken = _map_token_tensors(batch, lambda tensor: tensor[index], lengths)
+    taken = _map_token_tensors(batch, lambda tensor: torch.cat([tensor[start:end] for start, end in spans]), lengths)
     renumbered = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
-    return replace(taken, segment_ids=renumbered.to(index.device))
+    return replace(taken, segment_ids=renumbered.to(batch.token_ids.device))
+
+
+def spans_of(lengths: Sequence[int], segments: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, end) of the tokens of the given segments, in the given order; neighbours together, as one span."""
+    starts = _starts(lengths)
+    spans: list[tuple[int, int]] = []
+    for segment in segments:
+        start, end = starts[segment], starts[segment + 1]
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, end))
+    return spans
 
 
 SHARE_AT_LEAST = 8  # tokens: a shorter common prefix costs more to keep apart than to compute again
@@ -224,10 +244,7 @@ def _even_bins(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    return starts
+    return list(accumulate(lengths, initial=0))
 
 
 def _map_token_tensors(batch: Batch, change: Callable[[Tensor], Tensor], lengths: list[int]) -> Batch:

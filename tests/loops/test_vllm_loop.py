@@ -9,8 +9,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from posttrain.config import RLConfig, config_yaml
 from posttrain.loops import rl
 from posttrain.runs.trajectories import read_trajectories
 from posttrain.trainer.loading import model_path
+from sampler.tiny import FLOAT32_GAP
 from sampler.vllm_serving import Served
 
 pytestmark = [
@@ -29,19 +31,25 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of vllm's imports
 ]
 SAMPLER = {"engine": "vllm", "options": {"kv_cache_memory_bytes": 1 << 27}}
+PROBE, GAP = max(1e-4, FLOAT32_GAP), max(1e-3, 3 * FLOAT32_GAP)
+
+
+def vllm_config(folder: Path, *, model: Mapping[str, Any] = MappingProxyType({}), **sections: Any) -> RLConfig:
+    """In float32, also on a GPU."""
+    return toy_config(folder, model={"dtype": "float32"} | dict(model), **sections)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> rl.Run:
-    return trained(toy_config(tmp_path_factory.mktemp("vllm"), sampler=SAMPLER, checkpoint={"every": 1}))
+    return trained(vllm_config(tmp_path_factory.mktemp("vllm"), sampler=SAMPLER, checkpoint={"every": 1}))
 
 
 def test_each_step_is_sampled_with_the_weights_of_the_step_before(run: rl.Run) -> None:
     rows = metric_rows(run)
     assert sorted(rows) == [1, 2]
     for row in rows.values():
-        assert row["weights/probe_gap"] < 1e-4
-        assert row["gap/max"] < 1e-3
+        assert row["weights/probe_gap"] < PROBE
+        assert row["gap/max"] < GAP
         assert row["gap/staleness"] == 0
         assert row["train/grad_norm"] > 0
     second = read_trajectories(run.directory.trajectories / "step-000002.parquet")
@@ -66,7 +74,7 @@ def test_a_run_goes_on_from_its_checkpoint(run: rl.Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_that_sleeps_while_trained_samples_the_same(run: rl.Run, level: int, tmp_path: Path) -> None:
     """On a CPU vLLM frees nothing; the order of things is that of a GPU."""
-    sleepy = rl.start(toy_config(tmp_path, sampler=SAMPLER | {"sleep": level}))
+    sleepy = rl.start(vllm_config(tmp_path, sampler=SAMPLER | {"sleep": level}))
     seen: list[tuple[bool, int]] = []
     sleepy.on_row = lambda step, row: seen.append((sleepy.sampling.resting, sleepy.sampling.sampler.version))
     try:
@@ -82,7 +90,7 @@ def test_an_engine_that_sleeps_while_trained_samples_the_same(run: rl.Run, level
 
 
 def test_bound_0_is_the_synchronous_run(run: rl.Run, tmp_path: Path) -> None:
-    bound = trained(toy_config(tmp_path, sampler=SAMPLER, sampling={"max_staleness": 0}))
+    bound = trained(vllm_config(tmp_path, sampler=SAMPLER, sampling={"max_staleness": 0}))
     assert largest_change(weights(run), weights(bound)) < 1e-4
     assert [row["gap/staleness_max"] for row in metric_rows(bound).values()] == [0, 0]
     assert bound.learner.replica is None
@@ -104,7 +112,7 @@ def patient(folder: Path, sampler: dict[str, Any], **sections: Any) -> RLConfig:
         "optimizer": {"lr": 1e-3},
         "sampling": {"max_staleness": 1},
     }
-    return toy_config(folder, tasks=TWELVE, run={"steps": 2}, sampler=sampler, **sections)
+    return vllm_config(folder, tasks=TWELVE, run={"steps": 2}, sampler=sampler, **sections)
 
 
 def assert_second_step_saw_both(run: rl.Run, first: dict[str, Tensor], then: dict[str, Tensor]) -> None:
@@ -113,7 +121,7 @@ def assert_second_step_saw_both(run: rl.Run, first: dict[str, Tensor], then: dic
     assert_sampled_by(run, second, {0: first, 1: then})
     row = metric_rows(run)[2]
     assert row["gap/staleness_max"] == 1
-    assert row["weights/probe_gap"] < 1e-3
+    assert row["weights/probe_gap"] < max(1e-3, PROBE)
 
 
 def test_an_engine_of_this_process_samples_while_the_policy_trains(tmp_path: Path) -> None:
@@ -152,7 +160,7 @@ def test_a_run_trains_with_a_server_and_outlives_its_restart(
 ) -> None:
     """The same weights as with the engine in this process: none of the server's first ones have sampled a token."""
     server = {"engine": "vllm_server", "url": served.url, "options": {"patience_seconds": 600}}
-    over_http = rl.start(toy_config(tmp_path, sampler=server))
+    over_http = rl.start(vllm_config(tmp_path, sampler=server))
 
     def restart(step: int, row: object) -> None:
         if step == 1:
@@ -167,7 +175,7 @@ def test_a_run_trains_with_a_server_and_outlives_its_restart(
         over_http.close()
     rows = metric_rows(over_http)
     assert sorted(rows) == [1, 2]
-    assert all(row["weights/probe_gap"] < 1e-4 and row["gap/max"] < 1e-3 for row in rows.values())
+    assert all(row["weights/probe_gap"] < PROBE and row["gap/max"] < GAP for row in rows.values())
     second = read_trajectories(over_http.directory.trajectories / "step-000002.parquet")
     assert {v for t in second for v in t.policy_versions} == {-1, 1}
     before, after = weights(run), weights(over_http)
@@ -198,13 +206,13 @@ def test_a_server_samples_ahead_and_outlives_its_restart(served: Served, tmp_pat
 
 
 def test_adapters_alone_reach_the_engine(tmp_path: Path) -> None:
-    run = trained(toy_config(tmp_path, sampler=SAMPLER, model={"lora": {"rank": 4, "alpha": 6}}))
+    run = trained(vllm_config(tmp_path, sampler=SAMPLER, model={"lora": {"rank": 4, "alpha": 6}}))
     first, second = metric_rows(run).values()
     moved = sum(parameter.numel() * 4 for _, parameter in run.learner.policy.parameters())
     assert (first["weights/bytes"], second["weights/bytes"]) == (3_485_696 + moved, moved)
     for row in (first, second):
-        assert row["weights/probe_gap"] < 1e-4
-        assert row["gap/max"] < 1e-3
+        assert row["weights/probe_gap"] < PROBE
+        assert row["gap/max"] < GAP
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
@@ -212,30 +220,30 @@ def test_vllm_beside_two_ranks_is_given_adapters_alone(tmp_path: Path, transport
     """Old log-probs are the trainer's: every rank computes its share of them."""
     settings = {"cluster": {"samplers": 1}, "trainer": {"ranks": 2}}
     lora = {"lora": {"rank": 4, "alpha": 6}}
-    config = toy_config(tmp_path, sampler=SAMPLER | {"transport": transport}, model=lora, **settings)
+    config = vllm_config(tmp_path, sampler=SAMPLER | {"transport": transport}, model=lora, **settings)
     for row in by_command(tmp_path, config):
-        assert 0 < row["weights/probe_gap"] < 1e-4
+        assert 0 < row["weights/probe_gap"] < PROBE
         assert row["weights/bytes"] < 3e5
-        assert row["gap/max"] < 1e-3
+        assert row["gap/max"] < GAP
 
 
 def test_vllm_in_a_process_of_its_own_runs_ahead(tmp_path: Path) -> None:
     """One rank and one sampler beside it, which gets the weights through shared memory amid its requests."""
     ahead = {"tasks": TWELVE, "run": {"steps": 3}, "sampling": {"max_staleness": 1}}
-    config = toy_config(tmp_path, sampler=SAMPLER | {"transport": "shared"}, cluster={"samplers": 1}, **ahead)
+    config = vllm_config(tmp_path, sampler=SAMPLER | {"transport": "shared"}, cluster={"samplers": 1}, **ahead)
     rows = by_command(tmp_path, config)
     assert [row["train/policy_version"] for row in rows] == [1, 2, 3]
-    assert all(0 < row["weights/probe_gap"] < 1e-4 for row in rows)
+    assert all(0 < row["weights/probe_gap"] < PROBE for row in rows)
     assert [row["gap/staleness_max"] for row in rows] == [0, 1, 1]
-    assert rows[0]["gap/max"] < 1e-3, "later ones are those of stale tokens"
+    assert rows[0]["gap/max"] < GAP, "later ones are those of stale tokens"
 
 
 def test_vllm_in_a_process_of_its_own(tmp_path: Path) -> None:
     """One rank and one sampler beside it, which gets the weights by broadcast."""
-    rows = by_command(tmp_path, toy_config(tmp_path, sampler=SAMPLER, cluster={"samplers": 1}))
+    rows = by_command(tmp_path, vllm_config(tmp_path, sampler=SAMPLER, cluster={"samplers": 1}))
     assert [row["train/policy_version"] for row in rows] == [1, 2]
     for row in rows:
-        assert 0 < row["weights/probe_gap"] < 1e-4
+        assert 0 < row["weights/probe_gap"] < PROBE
         assert row["weights/bytes"] > 1e6
-        assert row["gap/max"] < 1e-3
+        assert row["gap/max"] < GAP
         assert row["gap/staleness"] == 0

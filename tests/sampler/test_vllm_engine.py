@@ -89,9 +89,9 @@ def test_weights_find_the_layers_that_are_prepared_for_adapters(wrap: type[nn.Mo
 def test_an_engine_is_prepared_for_the_next_rank_that_vllm_knows(rank: int, prepared: int) -> None:
     factors = [("a.q_proj.lora_A.weight", torch.zeros(rank, 4)), ("a.q_proj.lora_B.weight", torch.zeros(4, rank))]
     wanted = {"enable_lora": True, "max_lora_rank": prepared, "lora_target_modules": ["q_proj"]}
-    assert settings_for(Adapter(rank, factors)) == wanted
+    assert settings_for(Adapter(rank, factors), torch.bfloat16) == wanted
 
 
 def test_a_rank_beyond_all_is_refused() -> None:
     with pytest.raises(SamplerError, match="rank 512 at most, and the policy's has 513"):
-        settings_for(Adapter(513, []))
+        settings_for(Adapter(513, []), torch.bfloat16)

@@ -15,9 +15,8 @@ from posttrain.sampler.vllm import VllmSampler, across_workers
 from posttrain.weights.manifest import WeightMismatch, weights_of
 from posttrain.weights.publish import Publisher
 
-from .tiny import WIDE_CONFIGS, changed, gap, play, policy, prompt, together, tokenizer
+from .tiny import FLOAT32_GAP, WIDE_CONFIGS, changed, gap, play, policy, prompt, together, tokenizer
 
-LIMIT = 1e-2 if torch.cuda.is_available() else 1e-5  # of log-probs, in float32
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else os.cpu_count() or 1
 
 
@@ -35,10 +34,10 @@ def test_workers_get_their_parts_of_the_weights(monkeypatch: pytest.MonkeyPatch)
             model.version += 1
             done = asyncio.run(Publisher(model, sampler, transport=transport).publish())  # type: ignore[arg-type]
             assert done.transport == ("disk" if transport == "auto" else transport)
-            assert done.probe_gap < LIMIT
+            assert done.probe_gap < FLOAT32_GAP
         params = SamplingParams(max_new_tokens=8)
         played = together(*(play(sampler, prompt(40), params, seed=i, observations=[prompt(5)]) for i in range(3)))
-        assert gap(model, played) < LIMIT
+        assert gap(model, played) < FLOAT32_GAP
         with pytest.raises(SamplerError, match="several worker processes"):
             sampler.load(weights_of(model), model.version)
         with pytest.raises(WeightMismatch, match=r"model.layers.0.self_attn.q_norm.weight"):

@@ -126,6 +126,9 @@ def shaken(config: Any) -> Policy:
     return made
 
 
+FLOAT32_GAP = 1e-2 if torch.cuda.is_available() else 1e-5  # between log-probs of two engines; GPUs multiply in TF32
+
+
 def changed(model: Policy, factor: float) -> None:
     """Other weights, in place."""
     with torch.no_grad():

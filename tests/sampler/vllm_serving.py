@@ -53,8 +53,9 @@ class Served:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.folder)]
         command += ["--port", str(self.port), "--host", "127.0.0.1", "--enforce-eager", "--max-num-seqs", "64"]
         command += ["--kv-cache-memory-bytes", str(1 << 27), *self.options]
+        command += ["--dtype", "float32"]  # on a GPU "auto" would halve it
         if not torch.cuda.is_available():
-            command += ["--dtype", "float32", "--block-size", "32", "--no-enable-chunked-prefill"]
+            command += ["--block-size", "32", "--no-enable-chunked-prefill"]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
         with self.log.open("ab") as log:

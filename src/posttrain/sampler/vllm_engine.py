@@ -64,7 +64,7 @@ def start_engine(
     vllm = _imported()
     settings = settings_of(options, [field.name for field in fields(vllm.EngineArgs)], dtype)
     if adapter is not None:
-        settings |= settings_for(adapter)
+        settings |= settings_for(adapter, dtype)
     with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, _surroundings_kept():
         save(Path(folder))
         try:
@@ -117,8 +117,14 @@ def settings_of(options: Mapping[str, Any], known: list[str], dtype: torch.dtype
     return {name: value for name, value in defaults.items() if name in known} | dict(options) | fixed
 
 
-def settings_for(adapter: Adapter) -> dict[str, Any]:
-    """The fields of EngineArgs for adapters like this one. Raises SamplerError for a rank that vLLM does not have."""
+def settings_for(adapter: Adapter, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of EngineArgs for adapters like this one. Raises SamplerError for a rank or a dtype that vLLM does not
+    have."""
+    if dtype is torch.float32 and torch.cuda.is_available():
+        raise SamplerError(
+            "vLLM computes adapters in bfloat16 or float16 on a GPU, and the policy is float32; "
+            "set model.dtype: bfloat16, or have them merged into the weights (sampler.options.enable_lora: false)"
+        )
     ranks = [rank for rank in LORA_RANKS if rank >= adapter.rank]
     if not ranks:
         raise SamplerError(
