@@ -80,6 +80,7 @@ class Case:
     checkpointing: bool = False
     compiled: bool = True  # on a GPU
     keep_layers: bool = False
+    backend: str = "fsdp2"
     offload: bool = False
     critic: bool = False
     kl: bool = False
@@ -122,6 +123,7 @@ class Case:
                 "algorithm": algorithm,
                 "critic": {} if self.critic else None,
                 "trainer": {
+                    "backend": self.backend,
                     "offload": self.offload,
                     "reshard_after_forward": not self.keep_layers,
                     "sequence_parallel": self.sequence,
@@ -162,8 +164,11 @@ CPU_CASES = {
     "tiny_2_lora": Case(model="tiny", micro=512, ranks=2, kl=True, lora=8, **SMALL),
     "tiny_2": Case(model="tiny", micro=512, ranks=2, **SMALL),
     "tiny_2_kept": Case(model="tiny", micro=512, ranks=2, keep_layers=True, **SMALL),
+    "tiny_2_ddp": Case(model="tiny", micro=512, ranks=2, backend="ddp", **SMALL),
     "tiny_2_checkpointing": Case(model="tiny", micro=512, ranks=2, checkpointing=True, **SMALL),
     "tiny_2_bfloat16": Case(model="tiny", dtype="bfloat16", ranks=2, **FEW),
+    "tiny_2_ddp_bfloat16": Case(model="tiny", dtype="bfloat16", ranks=2, backend="ddp", **FEW),
+    "tiny_2_ddp_ppo": Case(model="tiny", micro=512, ranks=2, backend="ddp", critic=True, kl=True, **SMALL),
     "tiny_2_ppo": Case(model="tiny", micro=512, ranks=2, critic=True, kl=True, **SMALL),
     "tiny_2_sequence": Case(model="tiny", micro=4096, ranks=2, sequence=2, **SMALL),
     "100m": Case(model="100m", micro=1024, prompts=2, samples=2),
@@ -171,6 +176,7 @@ CPU_CASES = {
     "100m_lora": Case(model="100m", micro=1024, prompts=2, samples=2, lora=16),
     "100m_bfloat16": Case(model="100m", dtype="bfloat16", **FEW),
     "100m_2": Case(model="100m", micro=1024, prompts=2, samples=2, ranks=2),
+    "100m_2_ddp": Case(model="100m", micro=1024, prompts=2, samples=2, ranks=2, backend="ddp"),
     "100m_2_bfloat16": Case(model="100m", dtype="bfloat16", ranks=2, **FEW),
 }
 HALF = {"model": "0.5b", "dtype": "bfloat16", "prompts": 16, "samples": 8, "prompt": 512, "response": 256}
@@ -186,10 +192,12 @@ CUDA_CASES = {
     "0.5b_long": Case(**LONG),
     "0.5b_2": Case(**HALF, ranks=2),
     "0.5b_2_kept": Case(**HALF, ranks=2, keep_layers=True),
+    "0.5b_2_ddp": Case(**HALF, ranks=2, backend="ddp"),
     "0.5b_2_checkpointing": Case(**HALF, ranks=2, checkpointing=True),
     "0.5b_2_offload": Case(**HALF, ranks=2, offload=True),
     "0.5b_2_sequence": Case(**LONG, ranks=2, sequence=2),
     "0.5b_4": Case(**HALF, ranks=4),
+    "0.5b_4_ddp": Case(**HALF, ranks=4, backend="ddp"),
     "0.5b_4_ppo": Case(**HALF, ranks=4, critic=True, kl=True),
 }
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}

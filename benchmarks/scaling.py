@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py --ranks 1,2,4 --model MODEL_DIR --device cuda
     python benchmarks/scaling.py --ranks 1,2 --episodes 16 --response 48 --rounds 2     # a small try on a CPU
+    python benchmarks/scaling.py --ranks 1,2,4 --backend ddp --model MODEL_DIR --device cuda
     python benchmarks/scaling.py --ranks 2,4 --tensor 2 --model MODEL_DIR --device cuda             # tensor parallel
     python benchmarks/scaling.py --ranks 4 --sequence 4 --ring --response 16384 --episodes 16 --model MODEL_DIR ..
 
@@ -52,6 +53,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help="of activations")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--keep-layers", action="store_true", help="trainer.reshard_after_forward: false")
+    parser.add_argument("--backend", default="fsdp2", help="trainer.backend")
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--tensor", type=int, default=1, help="ranks that hold a part of every layer; divides --ranks")
     parser.add_argument("--sequence", type=int, default=1, help="ranks that share each micro-batch; divides --ranks")
@@ -80,7 +82,7 @@ def config_of(given: argparse.Namespace) -> RLConfig:
         "algorithm": algorithm,
         "critic": {} if given.critic else None,
         "trainer": {
-            "offload": given.offload, "reshard_after_forward": not given.keep_layers,
+            "backend": given.backend, "offload": given.offload, "reshard_after_forward": not given.keep_layers,
             "tensor_parallel": given.tensor, "sequence_parallel": given.sequence,
             "sequence_parallel_kind": "ring" if given.ring else "auto",
         },

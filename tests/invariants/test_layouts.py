@@ -24,6 +24,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tensor": (2, {"trainer": {"tensor_parallel": 2}, "checkpoint": SHARDED}),
     "tensor and shards": (4, {"trainer": {"tensor_parallel": 2}}),
+    "whole weights": (2, {"trainer": {"backend": "ddp"}}),
 }
 GOING_ON: dict[str, tuple[str, int, int]] = {  # which run, ranks, tensor_parallel
     "tensor to one": ("tensor", 1, 1),
@@ -35,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "halves of key heads": (4, {"sequence_parallel": 4}),
     "a ring": (3, {"sequence_parallel": 3}),
     "two rings": (4, {"sequence_parallel": 2, "sequence_parallel_kind": "ring"}),
+    "rows, whole weights": (4, {"sequence_parallel": 2, "backend": "ddp"}),
     "rows and layers": (4, {"sequence_parallel": 2, "tensor_parallel": 2}),
 }
 
@@ -66,7 +68,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@pytest.mark.parametrize("name", ["tensor", "tensor and shards"])
+@pytest.mark.parametrize("name", ["tensor", "tensor and shards", "whole weights"])
 def test_p95_divided_layers_take_the_steps_of_one_process(base: Path, name: str):
     """Policy, critic, reference; rollouts included."""
     one, many = rows(base / "one"), rows(base / name)

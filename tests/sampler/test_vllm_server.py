@@ -92,7 +92,7 @@ def test_turns_that_weights_break_off_go_on_and_every_token_has_its_own_version(
     async def main() -> list[Played]:
         params = SamplingParams(max_new_tokens=300)
         turns = [asyncio.create_task(play(sampler, prompt(40 + i), params, seed=i)) for i in range(6)]
-        await asyncio.sleep(0.5)
+        await asyncio.to_thread(writes, sampler)
         assert not any(turn.done() for turn in turns)
         await asyncio.to_thread(trained.update)
         return list(await asyncio.gather(*turns))
@@ -160,14 +160,25 @@ def test_cancelled_turns_are_aborted_on_the_server(trained: ModelCase, sampler: 
 def running(sampler: VllmServerSampler) -> float:
     """Requests in the server, by its own count; it tells with a delay."""
     end = time.monotonic() + 30
-    while time.monotonic() < end:
-        lines = sampler._control.get("/metrics").text.splitlines()
-        counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running")]
-        assert counts
-        if sum(counts) == 0:
-            return 0
+    while (count := told(sampler, "vllm:num_requests_running")) and time.monotonic() < end:
         time.sleep(0.2)
-    return sum(counts)
+    return count
+
+
+def writes(sampler: VllmServerSampler) -> None:
+    """Returns when the server has written tokens that it had not before."""
+    before, end = told(sampler, "vllm:generation_tokens_total"), time.monotonic() + 60
+    while told(sampler, "vllm:generation_tokens_total") == before:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def told(sampler: VllmServerSampler, name: str) -> float:
+    """One of the server's metrics."""
+    lines = sampler._control.get("/metrics").text.splitlines()
+    values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)]
+    assert values
+    return sum(values)
 
 
 def test_a_server_that_is_started_anew_gets_its_weights_again(

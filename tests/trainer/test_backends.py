@@ -21,11 +21,11 @@ from posttrain.packing import Batch, select
 from posttrain.trainer import megatron
 from posttrain.trainer.loading import ModelError, pick_device
 from posttrain.trainer.megatron_core import check_model
-from posttrain.trainer.megatron_optimizer import MegatronOptimizer
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig, join_ranks, leave_ranks
 from posttrain.trainer.sharding import copy_weights
+from posttrain.trainer.stretches import StretchedOptimizer
 from posttrain.trainer.zero import ZeroOptimizer
 from posttrain.weights.gather import gathered_state
 
@@ -36,6 +36,7 @@ DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, re
 GPUS = torch.cuda.device_count() if importlib.util.find_spec("megatron") is not None else 0
 TRAINERS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
+    "ddp": {"backend": "ddp"},
     "zero2": {"backend": "deepspeed", "deepspeed": {"stage": 2}},
     "zero3": {"backend": "deepspeed", "deepspeed": {"stage": 3, "persistent_below": 40}},
     "zero3_offload": {"backend": "deepspeed", "offload": True},
@@ -50,6 +51,7 @@ CASES = {"tied": "qwen3", "half_frozen": "llama", "bfloat16": "qwen3"}
 ON_GPU = {"gpu_tied": "qwen3", "gpu_frozen": "llama", "gpu_words": "qwen2", "gpu_bfloat16": "qwen3", "gpu_moe": "moe"}
 WHICH = {
     "fsdp2": list(CASES),
+    "ddp": list(CASES),
     "zero2": list(CASES),
     "zero3": list(CASES),
     "zero3_offload": ["bfloat16"],
@@ -68,7 +70,7 @@ CLOSE |= {name: 3e-2 if "bfloat16" in name else 1e-5 for name in ON_GPU}  # whos
 def needs(name: str) -> pytest.MarkDecorator | tuple[()]:
     if name.startswith("megatron"):
         return pytest.mark.skipif(RANKS[name] > GPUS, reason=f"no megatron-core on {RANKS[name]} GPUs")
-    return () if name == "fsdp2" else DEEPSPEED
+    return DEEPSPEED if name.startswith("zero") else ()
 
 
 BACKENDS = [pytest.param(name, case, marks=needs(name)) for name in TRAINERS for case in WHICH[name]]
@@ -105,7 +107,9 @@ def divided(policy: Policy, trainer: TrainerConfig, ranks: Ranks) -> Stepper:
     if ranks.size > 1 and trainer.zero is not None:
         return ZeroOptimizer(policy, RATES, STEPS, trainer, ranks)
     if policy.megatron is not None:
-        return MegatronOptimizer(policy, RATES, STEPS)
+        return policy.megatron.optimizer(policy.parameters(), RATES, STEPS)
+    if ranks.size > 1 and trainer.backend == "ddp":
+        return StretchedOptimizer.of_whole(policy.parameters(), RATES, STEPS)
     half = policy.dtype is torch.bfloat16
     mastered = {name for name, _ in policy.parameters()} if half and ranks.size > 1 else set[str]()
     return Optimizer(policy.parameters(), RATES, STEPS, mastered=mastered)

@@ -21,7 +21,6 @@ from posttrain.runs.rng import seed_everything
 from posttrain.trainer.critic import HEAD, Critic
 from posttrain.trainer.loading import ModelConfig, load_config, model_path, pick_device
 from posttrain.trainer.lora import ADAPTER
-from posttrain.trainer.megatron_optimizer import MegatronOptimizer
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy, base_below, keep
@@ -29,6 +28,7 @@ from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
 from posttrain.trainer.sharding import before_backward, copy_weights, let_go
 from posttrain.trainer.shards_on_disk import read_shards, write_shards
+from posttrain.trainer.stretches import StretchedOptimizer
 from posttrain.trainer.zero import ZeroOptimizer
 from posttrain.weights.gather import gathered_state
 
@@ -210,7 +210,8 @@ def make_learner(
 def needs_replica(config: RLConfig, ranks: int) -> bool:
     """Whether a rank holds the policy a second time, for its sampler."""
     shares = config.sampler.engine == "native" and not config.cluster.samplers  # others have copies of their own
-    return shares and (ranks > 1 or config.sampling.max_staleness is not None)
+    divided = ranks > 1 and config.trainer.divides_weights
+    return shares and (divided or config.sampling.max_staleness is not None)
 
 
 def wants_reference(config: RLConfig) -> bool:
@@ -261,7 +262,9 @@ def _optimizer(
     if ranks.size > 1 and trainer.zero is not None:
         return ZeroOptimizer(model, config, steps, trainer, ranks)
     if isinstance(model, Policy) and model.megatron is not None:
-        return MegatronOptimizer(model, config, steps)
+        return model.megatron.optimizer(model.parameters(), config, steps)
+    if ranks.size > 1 and not trainer.divides_weights:
+        return StretchedOptimizer.of_whole(model.parameters(), config, steps)
     half = ranks.size > 1 and model.dtype not in {torch.float32, torch.float64}
     mastered = {name for name, _ in model.parameters() if not name.startswith(HEAD)} if half else set[str]()
     return Optimizer(model.parameters(), config, steps, mastered=mastered)
@@ -325,7 +328,7 @@ def staged(learner: Learner, tokenizer: Any = None) -> Callable[[Path], None]:
 
 def _policy_state(learner: Learner) -> dict[str, Tensor] | None:
     """What rank 0 saves of the policy; None: its weights of now, as they lie. Every rank has to ask."""
-    if learner.ranks.size > 1 and learner.replica is None:
+    if learner.ranks.size > 1 and learner.config.trainer.divides_weights and learner.replica is None:
         return gathered_state(learner.policy, keep=learner.ranks.leads)
     return learner.sampled.state() if learner.ranks.leads and learner.config.checkpoint.background else None
 

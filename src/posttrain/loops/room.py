@@ -143,7 +143,7 @@ def _shapes(config: RLConfig) -> Shapes:
 
 
 def _room(config: RLConfig, shapes: Shapes, device: str, size: int | None, ranks: int) -> Room:
-    if ranks > 1 and config.trainer.backend != "fsdp2":
+    if ranks > 1 and config.trainer.backend not in {"fsdp2", "ddp"}:
         name = {"deepspeed": "DeepSpeed", "megatron": "Megatron-core"}[config.trainer.backend]
         raise UnknownSizes(f"what {name} keeps is not estimated; plan with trainer.backend: fsdp2 for a first idea")
     layout = layout_of(config, device, ranks)
@@ -160,6 +160,7 @@ def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
         ranks=ranks,
         tensor_parallel=trainer.tensor_parallel,
         sequence_parallel=trainer.sequence_parallel,
+        whole_weights=not trainer.divides_weights,
         offload=trainer.offload,
         reshard_after_forward=trainer.reshard_after_forward,
         gradient_checkpointing=model.gradient_checkpointing,
@@ -329,6 +330,8 @@ def _changes(config: RLConfig, shape: ModelShape, ranks: int, found: Room) -> It
     base: dict[str, Any] = {} if ranks == found.layout.ranks else {"trainer.ranks": ranks}
     if not config.trainer.reshard_after_forward and ranks > 1:
         base |= {"trainer.reshard_after_forward": True}
+    if not config.trainer.divides_weights and ranks > 1:
+        base |= {"trainer.backend": "fsdp2"}
     least, most = config.limits.max_episode_tokens, config.batch.tokens_per_micro_batch
     sizes = [most, *(size for size in (most // 2, most // 4) if size > least), least]
     team_now = config.trainer.sequence_parallel

@@ -15,6 +15,7 @@ class Layout:
     ranks: int = 1
     tensor_parallel: int = 1  # ranks that hold a part of every layer each
     sequence_parallel: int = 1  # ranks that share the rows of a micro-batch
+    whole_weights: bool = False  # on every rank, which divide masters and moments alone
     offload: bool = False  # shards, gradients and moments in host memory
     reshard_after_forward: bool = True
     gradient_checkpointing: bool = False
@@ -25,7 +26,12 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        return self.ranks > 1
+        return self.ranks > 1 and not self.whole_weights
+
+    @property
+    def stretched(self) -> bool:
+        """`trainer/stretches.py`: masters, also of float32 weights, and moments are divided, gradients are not."""
+        return self.ranks > 1 and self.whole_weights
 
     @property
     def teams(self) -> int:

@@ -4,7 +4,9 @@ The formulas follow what the code allocates (`trainer/`, `sampler/`), so a chang
 tests compare them with measured peaks. P parameters, N ranks, e bytes of a number that the model computes with.
 
     held          P e (+ P 4 masters where e < 4) + P 8 moments; on N ranks P 12 / N in float32, and the sampler's P e
-    gradients     of one process: P e of a micro-batch, P 4 of the sums over several; on N ranks P 4 / N
+                  with whole weights P e + P 12 / N
+    gradients     of one process: P e of a micro-batch, P 4 of the sums over several; on N ranks P 4 / N,
+                  P 4 with whole weights
     activations   `activations.py`
     gathered      on N ranks: what belongs to no layer, and two layers; all where layers stay gathered
 
@@ -19,6 +21,7 @@ from dataclasses import dataclass, replace
 from posttrain.runs import activations
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
 from posttrain.runs.model_shape import ModelShape
+from posttrain.trainer.stretches import BUCKET_ELEMENTS
 
 GIB = 2**30
 ERROR_BAND = 0.15  # estimates are this close to measured peaks; see docs/planning.md
@@ -96,7 +99,8 @@ def estimate(plant: Plant) -> Estimate:
     if plant.roles.critic:
         for batch in plant.micro_batches:
             moments.append(Moment("critic's backward", {**held, **_critic_update(plant, batch)}))
-    moments.append(Moment("optimizer step", {**held, "gradients": _sums(plant, plant.policy.trained)}))
+    sums = {"gradients": _sums(plant, plant.policy.trained), "gradients of this rank's masters": _own_sums(plant)}
+    moments.append(Moment("optimizer step", {**held, **sums}))
     return Estimate(tuple(_largest_by_name(moments)), _outside(plant), _host(plant))
 
 
@@ -123,10 +127,11 @@ def _held(plant: Plant) -> dict[str, int]:
         parts["weights that do not train (shards)"] = 0 if layout.offload else shape.frozen * width // ranks
     else:
         parts["policy"] = count * width
-        parts["float32 masters"] = 0 if layout.wide else trained * MASTER
+        parts["float32 masters"] = 0 if layout.wide and not layout.stretched else trained * MASTER // ranks
     parts["moments of AdamW"] = 0 if layout.offload and layout.sharded else trained * MOMENTS // ranks
     parts["policy, whole, for the sampler"] = count * width if roles.copy else 0
-    parts["reference"] = count * width // ranks if roles.ref and not (layout.offload and layout.sharded) else 0
+    holders = ranks if layout.sharded else 1
+    parts["reference"] = count * width // holders if roles.ref and not (layout.offload and layout.sharded) else 0
     parts["critic, its masters and moments"] = _critic_held(plant)
     return parts | _sampler_held(plant)
 
@@ -137,7 +142,8 @@ def _critic_held(plant: Plant) -> int:
         return 0
     if layout.sharded:
         return count * (MASTER + MOMENTS) // layout.ranks
-    return count * (layout.dtype_bytes + MOMENTS + (0 if layout.wide else MASTER))
+    masters = 0 if layout.wide and not layout.stretched else MASTER
+    return count * layout.dtype_bytes + count * (MOMENTS + masters) // layout.ranks
 
 
 def _sampler_held(plant: Plant) -> dict[str, int]:
@@ -199,12 +205,12 @@ def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, 
         "gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
     }
     at_the_end = common | {
-        "gradients": (_sums(plant, plant.policy.trained) if layout.sharded else sums)
+        "gradients": (_sums(plant, plant.policy.trained) if layout.ranks > 1 else sums)
         + _of_micro_batch(plant, shape.trained),
         "activations": workers * activations.of_layer(shape, layout, batch),
         "gradient of the embedding": workers * of_embedding + _reducing_outside(shape, layout),
     }
-    summed = _sums(plant, plant.policy.trained) * (0 if first and layout.wide and workers == 1 else 1)
+    summed = _sums(plant, plant.policy.trained) * (0 if first and layout.wide and workers == layout.ranks == 1 else 1)
     return [
         ("backward: log-probs", in_log_probs),
         ("backward: last layer", in_last_layer),
@@ -233,15 +239,26 @@ def _critic_update(plant: Plant, batch: MicroBatch) -> dict[str, int]:
 def _sums(plant: Plant, count: int) -> int:
     """Gradients in float32, as they are summed and stepped by; whole till the last backward if layers stay gathered."""
     layout = plant.layout
+    if layout.stretched:
+        return count * MASTER
     if layout.sharded and not layout.reshard_after_forward and len(plant.micro_batches) > 1:
         return count * MASTER // layout.tensor_parallel
     return 0 if layout.sharded and layout.offload else count * MASTER // layout.ranks
 
 
+def _own_sums(plant: Plant) -> int:
+    """Of stretches: those of this rank, beside a bucket of all that is summed; gloo makes a copy of it."""
+    layout, trained = plant.layout, plant.policy.trained
+    if not layout.stretched:
+        return 0
+    copied = min(trained, BUCKET_ELEMENTS) if layout.device == "cpu" else 0
+    return trained * MASTER // layout.ranks + copied * MASTER
+
+
 def _of_micro_batch(plant: Plant, count: int) -> int:
-    """Gradients as a backward pass leaves them; of sharded models they are reduced on the way."""
+    """Gradients as a backward pass leaves them; on several ranks they are reduced or summed on the way."""
     layout = plant.layout
-    return 0 if layout.sharded else _workers(plant) * count * layout.dtype_bytes
+    return 0 if layout.ranks > 1 else _workers(plant) * count * layout.dtype_bytes
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------

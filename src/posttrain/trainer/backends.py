@@ -29,8 +29,22 @@ def backend_problem(trainer: TrainerConfig, asked: Asked) -> Problem | None:
             return f"trainer.{name}", f"trainer.backend is {trainer.backend}, which has no use for it; set {name} there"
     if trainer.backend == "fsdp2":
         return None
-    found = _of_deepspeed(trainer, asked) if trainer.backend == "deepspeed" else _of_megatron(trainer, asked)
+    of_backend = {"ddp": _of_ddp, "deepspeed": _of_deepspeed, "megatron": _of_megatron}[trainer.backend]
+    found = of_backend(trainer, asked)
     return next(((key, message) for wrong, key, message in found if wrong), None)
+
+
+def _of_ddp(trainer: TrainerConfig, asked: Asked) -> list[tuple[bool, str, str]]:
+    return [
+        (trainer.tensor_parallel > 1, "trainer.tensor_parallel", f"ddp has every layer whole on every rank; {FIX}"),
+        (asked.shards_on_disk, "checkpoint.sharded", f"what ddp divides is gathered to be written; {FIX}"),
+        (trainer.offload, "trainer.offload", f"what ddp divides stays on the GPU; {FIX}"),
+        (
+            not trainer.reshard_after_forward,
+            "trainer.reshard_after_forward",
+            f"with ddp layers are always there; {FIX}",
+        ),
+    ]
 
 
 def _of_deepspeed(trainer: TrainerConfig, asked: Asked) -> list[tuple[bool, str, str]]:

@@ -78,6 +78,8 @@ class Critic:
         assert ranks.mesh is not None
         if sequence is not None:
             self.sequence, self.narrows = sequence.fitted(self.module), False
+        if not config.divides_weights:
+            return
         self._place = (self.device, self.dtype)
         self.module.add_module(HEAD, self.head)
         if config.zero is None:

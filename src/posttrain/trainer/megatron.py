@@ -12,7 +12,7 @@ needs one is given it for a moment (`sharding.AT_HAND`), put together from the r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -36,9 +36,11 @@ from posttrain.trainer.megatron_core import (
     sizes_of,
     submodules_of,
 )
-from posttrain.trainer.megatron_layout import Groups, Piece, Shared, as_it_is, half_view, heads_view, stacked_view
+from posttrain.trainer.megatron_layout import Groups, half_view, heads_view, stacked_view
+from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.sharding import AT_HAND
+from posttrain.trainer.stretches import Piece, Shared, StretchedOptimizer, as_it_is
 from posttrain.trainer.vocabulary import Team, team_logprobs
 
 DEVICES = ("cuda",)  # that its layers ask for by name
@@ -117,6 +119,12 @@ class MegatronDecoder(nn.Module):
         group, size = self.groups.tensor, len(self.head)
         team = Team(group, dist.get_rank(group) * size, size)
         return team_logprobs(hidden, self.head, None, targets, team, **how)
+
+    def optimizer(
+        self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total_steps: int | None
+    ) -> StretchedOptimizer:
+        """Of the trainable parameters of the module."""
+        return StretchedOptimizer(named, config, total_steps, shared=self.shared, pieces=self.pieces)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """[R / T, 1, K]"""

@@ -96,12 +96,15 @@ class Policy:
     def shard(self, ranks: Ranks, config: TrainerConfig, sequence: SequenceGroup | None = None) -> None:
         """Spreads the parameters over `ranks`, in place: from now on every rank has to ask for log-probs, as often.
 
-        Where DeepSpeed is to do it, it does so with the optimizer (`zero.ZeroOptimizer`).
+        Where DeepSpeed is to do it, it does so with the optimizer (`zero.ZeroOptimizer`); where weights stay whole
+        (`stretches.StretchedOptimizer`), there is nothing to do.
 
         sequence: ranks that ask for those of the same batch, and share its rows.
         """
         if sequence is not None:
             self.sequence, self.narrows = sequence.fitted(self.module), False
+        if not config.divides_weights:
+            return
         self._place = (self.device, self.dtype)
         if config.backend == "megatron":
             self.narrows = False

@@ -6,6 +6,7 @@ A run on one process has `ALONE`, with which every method gives back what it was
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -17,6 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Value = TypeVar("Value")
+# torch 2.13 has other names for these than 2.11, and warns of the old ones
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 PATIENCE = timedelta(minutes=30)  # the longest that one rank may keep the others waiting in a collective
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,8 +59,10 @@ class TrainerConfig(BaseModel):
     ranks: PositiveInt = Field(
         default=1, description="processes on this machine, one GPU each; under torchrun leave it out: it says how many"
     )
-    backend: Literal["fsdp2", "deepspeed", "megatron"] = Field(
-        default="fsdp2", description="what divides policy and critic among several ranks; the steps are the same"
+    backend: Literal["fsdp2", "ddp", "deepspeed", "megatron"] = Field(
+        default="fsdp2",
+        description="what divides policy and critic among several ranks; the steps are the same. ddp: weights stay "
+        "whole on every rank, masters and moments are divided",
     )
     deepspeed: DeepSpeedConfig | None = Field(default=None, description="for that backend; null = its defaults")
     megatron: MegatronConfig | None = Field(default=None, description="for that backend; null = its defaults")
@@ -86,6 +92,11 @@ class TrainerConfig(BaseModel):
     def zero(self) -> DeepSpeedConfig | None:
         """None where DeepSpeed does not divide the models."""
         return self.deepspeed or DeepSpeedConfig() if self.backend == "deepspeed" else None
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether none of several ranks has all of them."""
+        return self.backend != "ddp"
 
     @property
     def expert_parallel(self) -> int:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.trainer.compiling import run_plainly
-from posttrain.trainer.ranks import Ranks, TrainerConfig
+from posttrain.trainer.ranks import Ranks, TrainerConfig, all_gather_single
 from posttrain.trainer.tensor import check_layers, split_layer
 from posttrain.trainer.vocabulary import split_vocabulary
 
@@ -206,7 +206,7 @@ def _gather_rows(bucket: Sequence[tuple[Tensor, DTensor]]) -> None:
         own.append(padded.flatten())
     sent = torch.cat(own)
     everyone = sent.new_empty(count * len(sent))
-    dist.all_gather_into_tensor(everyone, sent, group=mesh.get_group())
+    all_gather_single(everyone, sent, group=mesh.get_group())
     parts = everyone.view(count, -1).split([len(part) for part in own], dim=1)
     for (place, _), part in zip(bucket, parts, strict=True):
         place.copy_(part.reshape(-1, *place.shape[1:])[: len(place)])

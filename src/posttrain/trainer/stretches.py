@@ -1,0 +1,302 @@
+"""The update of a model whose weights several ranks hold alike; masters and moments are divided among these.
+
+Each has a stretch of them, as in ZeRO-1 (Rajbhandari et al. 2020) and Megatron's distributed optimizer: gradients are
+summed into stretches, these are stepped, and weights are gathered from them. Once per update, and many parameters at a
+time. With whole weights everywhere that is data parallel training (`trainer.backend: ddp`): a rank computes as a run of
+one process does. Of Megatron-core's layers every rank has parts.
+
+A step is that of every other backend to the last rule: sums and no means, the norm over all ranks, an update that is
+skipped, and state by the names of Hugging Face layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from posttrain.trainer.optimizer import (
+    MASTER,
+    STEPS_DONE,
+    OptimizerConfig,
+    Stepper,
+    StepReport,
+    adamw,
+    by_parameter,
+)
+from posttrain.trainer.ranks import all_gather_single, reduce_scatter_single
+
+STEP = "step"
+BUCKET_ELEMENTS = 1 << 26  # that are summed, or gathered, at once
+ROW = 4096  # numbers whose squares may be summed in float32, on a CPU one after another
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Which ranks hold a parameter as this one does, and so have to agree on its update."""
+
+    group: Any  # their gradients are summands of one
+    copies: int = 1  # of the group, with the very same gradients: ranks that compute alike what was not divided
+
+
+View = Callable[[Tensor], Tensor]
+
+
+def as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A weight in Hugging Face layout: on this rank, views of parameters, one after another."""
+
+    shape: torch.Size  # of the whole
+    views: tuple[tuple[nn.Parameter, View], ...]
+    group: Any = None  # ranks with the other parts, in order; None: it is whole here
+    dim: int = 0  # along which it is cut
+
+    def read(self, of: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """The whole of what `of` has for each parameter (its weight, a moment); every rank of the group has to ask."""
+        parts = [view(of(parameter)) for parameter, view in self.views]
+        local = (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(self._own_shape).contiguous()
+        if self._size == 1:
+            return local
+        gathered = [torch.empty_like(local) for _ in range(self._size)]
+        dist.all_gather(gathered, local, group=self.group)
+        return torch.cat(gathered, self.dim)
+
+    def write(self, whole: Tensor, into: Callable[[nn.Parameter], Tensor]) -> None:
+        """The inverse: this rank's part of `whole`, to where `into` says for each parameter."""
+        rank = 0 if self.group is None else dist.get_rank(self.group)
+        own = whole.chunk(self._size, self.dim)[rank]
+        for (parameter, view), part in zip(self.views, own.chunk(len(self.views)), strict=True):
+            place = view(into(parameter))
+            place.copy_(part.reshape(place.shape))
+
+    @property
+    def _size(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def _own_shape(self) -> list[int]:
+        return [size // self._size if d == self.dim else size for d, size in enumerate(self.shape)]
+
+
+class StretchedOptimizer(Stepper):
+    """Steps parameters that every rank of a group holds alike; every rank has to make one, and to call what it calls.
+
+    named: in Hugging Face layout. shared: of every parameter that this rank holds. pieces: of what is named, by id;
+    whole where there is none.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        total_steps: int | None,
+        *,
+        shared: Mapping[nn.Parameter, Shared],
+        pieces: Mapping[int, Piece],
+    ) -> None:
+        super().__init__(named, config, total_steps)
+        self._pieces = pieces
+        self._buckets = _buckets({p: shared_by for p, shared_by in shared.items() if p.requires_grad})
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.starts}
+        self._adamw = adamw(self.masters, config)
+
+    @classmethod
+    def of_whole(
+        cls, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total_steps: int | None
+    ) -> StretchedOptimizer:
+        """Every rank has every weight."""
+        named, everyone = list(named), Shared(dist.group.WORLD)
+        return cls(named, config, total_steps, shared={p: everyone for _, p in named}, pieces={})
+
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """This rank's stretches, of many parameters each."""
+        return [bucket.master for bucket in self._buckets]
+
+    def step(self) -> StepReport:
+        lr = self.lr
+        for bucket in self._buckets:
+            bucket.take_gradient()
+        norm = self._norm()
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self._clip(norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            for bucket in self._buckets:
+                bucket.give_weights()
+        for bucket in self._buckets:
+            bucket.master.grad = None
+        self.pass_over()
+        return StepReport(norm, lr, skipped)
+
+    def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
+        tensors = {STEPS_DONE: torch.tensor(self.steps_done)}
+        began = next((found[STEP] for found in self._adamw.state.values()), None)
+        moments = ["exp_avg", "exp_avg_sq"] * (began is not None)
+        mastered = {name for name, p in self.named.items() if p.dtype not in {torch.float32, torch.float64}}
+        for key in (MASTER, *moments):
+            whole = {bucket.master: bucket.whole(self._state_of(bucket, key)) for bucket in self._buckets}
+            for name, parameter in self.named.items():
+                if key == MASTER and name not in mastered:
+                    continue
+                value = self._piece(parameter).read(
+                    lambda held, whole=whole: self._bucket_of[held].in_room(held, whole)
+                )
+                if keep:
+                    tensors[f"{name}/{key}"] = value.to("cpu", copy=True).contiguous()
+        if began is not None and keep:
+            tensors |= {f"{name}/{STEP}": began.to("cpu", copy=True) for name in self.named}
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        states = by_parameter(tensors, {name: p.shape for name, p in self.named.items()})
+        for key in sorted({key for state in states.values() for key in state}):
+            self._load(key, {name: state[key] for name, state in states.items() if key in state})
+        self.steps_done = int(tensors[STEPS_DONE].item())
+
+    def _load(self, key: str, values: Mapping[str, Tensor]) -> None:
+        if key == STEP:
+            step = next(iter(values.values())).float()
+            for bucket in self._buckets:
+                self._adamw.state[bucket.master][STEP] = step.to(bucket.master.device, copy=True)
+            return
+        found: dict[nn.Parameter, Tensor] = {}
+        for name, value in values.items():
+            piece = self._piece(self.named[name])
+            for parameter, _ in piece.views:
+                found.setdefault(parameter, torch.empty(parameter.shape))
+            piece.write(value, found.__getitem__)
+        for bucket in self._buckets:
+            if not bucket.starts.keys() <= found.keys():
+                continue  # masters of what has none
+            own = bucket.stretch_of(found)
+            if key == MASTER:
+                bucket.master.data.copy_(own)
+                bucket.give_weights()
+            else:
+                self._adamw.state[bucket.master][key] = own
+
+    def _piece(self, named: nn.Parameter) -> Piece:
+        return self._pieces.get(id(named)) or Piece(named.shape, ((named, as_it_is),))
+
+    def _state_of(self, bucket: _Bucket, key: str) -> Tensor:
+        return bucket.master if key == MASTER else self._adamw.state[bucket.master][key]
+
+    def _norm(self) -> float:
+        """Of all gradients: stretches do not overlap, so that each number counts once."""
+        squares = torch.stack([bucket.squares / bucket.shared.copies for bucket in self._buckets]).sum()
+        dist.all_reduce(squares)
+        return float(squares.sqrt())
+
+    def _clip(self, norm: float) -> None:
+        most = self.config.max_grad_norm
+        if most is not None and norm > most:
+            gradients = [bucket.gradient for bucket in self._buckets]
+            torch._foreach_mul_(gradients, most / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
+
+
+class _Bucket:
+    """Parameters of one kind, one after another in a room of numbers, of which each rank has a stretch; 0.0 is behind
+    the last of them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], shared: Shared) -> None:
+        first, count = parameters[0], dist.get_world_size(shared.group)
+        self.shared = shared
+        self.starts: dict[nn.Parameter, int] = {}
+        for parameter in parameters:
+            self.starts[parameter] = self._numbers
+        own = -(-self._numbers // (count * ROW)) * ROW
+        self._room, self._sums = count * own, None
+        # [1, n] of what decays: AdamW tells matrices from vectors by their dimensions
+        shape = (1, own) if first.dim() > 1 else (own,)
+        self.master = nn.Parameter(first.new_empty(shape, dtype=torch.promote_types(first.dtype, torch.float32)))
+        with torch.no_grad():
+            self.master.copy_(self.stretch_of({parameter: parameter.detach() for parameter in parameters}))
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._add)
+
+    @property
+    def gradient(self) -> Tensor:
+        assert self.master.grad is not None
+        return self.master.grad
+
+    @property
+    def squares(self) -> Tensor:
+        """Of the gradient, summed in float64 but for those of a row."""
+        return torch.linalg.vector_norm(self.gradient.view(-1, ROW), dim=1).double().square().sum()
+
+    def stretch_of(self, values: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """This rank's, of tensors like the parameters."""
+        flat = torch.cat([values[parameter].flatten().to(self.master.dtype) for parameter in self.starts])
+        flat = nn.functional.pad(flat, (0, self._room - len(flat)))
+        start = dist.get_rank(self.shared.group) * self.master.numel()
+        return flat[start : start + self.master.numel()].view(self.master.shape).to(self.master.device, copy=True)
+
+    def whole(self, own: Tensor) -> Tensor:
+        """The room, of the stretches of all ranks."""
+        room = own.new_empty(self._room)
+        all_gather_single(room, own.detach().flatten(), group=self.shared.group)
+        return room
+
+    def in_room(self, parameter: nn.Parameter, rooms: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """Where the numbers of a parameter are, in the room of its bucket."""
+        return self._place(parameter, rooms[self.master])
+
+    def take_gradient(self) -> None:
+        """The sum over the ranks of what the backward passes have left."""
+        sums = self._taken()
+        self.master.grad = torch.empty_like(self.master)
+        reduce_scatter_single(self.master.grad.view(-1), sums, group=self.shared.group)
+        self._sums = None
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """To the parameters of every rank, from the stretches of all."""
+        parameters = list(self.starts)
+        room = self.whole(self.master.to(parameters[0].dtype))
+        weights = [self._place(parameter, room) for parameter in parameters]
+        torch._foreach_copy_([p.data for p in parameters], weights)  # pyright: ignore[reportPrivateImportUsage]
+
+    @property
+    def _numbers(self) -> int:
+        return sum(parameter.numel() for parameter in self.starts)
+
+    def _place(self, parameter: nn.Parameter, room: Tensor) -> Tensor:
+        start = self.starts[parameter]
+        return room[start : start + parameter.numel()].view(parameter.shape)
+
+    def _taken(self) -> Tensor:
+        """The room of the sums of gradients in float32, which is there from the first backward pass to the update."""
+        if self._sums is None:
+            self._sums = self.master.new_zeros(self._room)
+        return self._sums
+
+    @torch.no_grad()
+    def _add(self, parameter: Tensor) -> None:
+        """After every backward pass."""
+        assert isinstance(parameter, nn.Parameter)
+        self._place(parameter, self._taken()).add_(parameter.grad)  # type: ignore[arg-type]
+        parameter.grad = None
+
+
+def _buckets(shared: Mapping[nn.Parameter, Shared]) -> list[_Bucket]:
+    """Parameters that the same ranks hold, of one dtype, all of which decay or none; so many together as goes."""
+    kinds: dict[Any, list[list[nn.Parameter]]] = {}
+    for parameter, by in shared.items():
+        same = kinds.setdefault((id(by.group), by.copies, parameter.dim() > 1, parameter.dtype), [[]])
+        if same[-1] and sum(p.numel() for p in same[-1]) + parameter.numel() > BUCKET_ELEMENTS:
+            same.append([])
+        same[-1].append(parameter)
+    return [_Bucket(parameters, shared[parameters[0]]) for same in kinds.values() for parameters in same]
