@@ -149,10 +149,14 @@ class Ranks:
         return replace(self, mesh=grid["shard"], tensor=grid["tensor"])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all ranks, in place; every rank gets the same bits."""
-        if self.size > 1:
-            dist.all_reduce(values)
-        return values
+        """Over all ranks, in place; every rank gets the same bits. Between GPUs also what lies on the host: gloo would
+        take 7 ms a megabyte."""
+        if self.size == 1:
+            return values
+        over_gpus = self.mesh is not None and self.mesh.device_type == "cuda"
+        there = values.cuda() if over_gpus else values
+        dist.all_reduce(there)
+        return values if there is values else values.copy_(there)
 
     def share(self, value: Value) -> Value:
         """On rank 0: gives `value` to every other rank, which waits for it in `receive`.
