@@ -125,6 +125,13 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
             ["trainer.backend=deepspeed", "model.compile=true"],
             "model.compile: layers that ZeRO-3 gathers part by part are not compiled",
         ),
+        (["trainer.backend=ddp", "trainer.tensor_parallel=2"], "trainer.tensor_parallel: ddp has every layer whole"),
+        (["trainer.backend=ddp", "checkpoint.sharded=true"], "checkpoint.sharded: what ddp divides is gathered"),
+        (["trainer.backend=ddp", "trainer.offload=true"], "trainer.offload: what ddp divides stays on the GPU"),
+        (
+            ["trainer.backend=ddp", "trainer.reshard_after_forward=false"],
+            "trainer.reshard_after_forward: with ddp layers are always there",
+        ),
         (["trainer.megatron.expert_parallel=2"], "trainer.megatron: trainer.backend is fsdp2, which has no use for it"),
         (["trainer.backend=megatron", "checkpoint.sharded=true"], "checkpoint.sharded: Megatron-core's parts are"),
         (["trainer.backend=megatron", "model.lora={}"], "model.lora: Megatron-core's layers take no adapters"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,10 +27,12 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor and shards": (4, {"trainer": {"tensor_parallel": 2}}),
     "whole weights": (2, {"trainer": {"backend": "ddp"}}),
 }
-GOING_ON: dict[str, tuple[str, int, int]] = {  # which run, ranks, tensor_parallel
-    "tensor to one": ("tensor", 1, 1),
-    "tensor to shards": ("tensor", 4, 1),
-    "one to tensor": ("one", 2, 2),
+GOING_ON: dict[str, tuple[str, int, dict[str, Any]]] = {  # which run, ranks, what of `trainer` is changed
+    "tensor to one": ("tensor", 1, {"tensor_parallel": 1}),
+    "tensor to shards": ("tensor", 4, {"tensor_parallel": 1}),
+    "one to tensor": ("one", 2, {"tensor_parallel": 2}),
+    "whole weights to tensor": ("whole weights", 2, {"backend": "fsdp2", "tensor_parallel": 2}),
+    "one to whole weights": ("one", 2, {"backend": "ddp"}),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two teams of two": (4, {"sequence_parallel": 2}),
@@ -43,16 +46,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def moved(base: Path, name: str) -> RLConfig:
     """A copy of a run without its last checkpoint, to go on in another layout."""
-    origin, _, tensor = GOING_ON[name]
+    origin, _, trainer = GOING_ON[name]
     folder = base / name
     shutil.copytree(base / origin, folder)
     shutil.rmtree(folder / "run" / "checkpoints" / f"step-{STEPS}")
     stored = folder / "run" / "config.yaml"
     text = stored.read_text().replace(f"{base / origin}/", f"{folder}/")
-    before = "tensor_parallel: 2" if origin == "tensor" else "tensor_parallel: 1"
-    assert before in text
-    stored.write_text(text.replace(before, f"tensor_parallel: {tensor}"))
-    sections: dict[str, Any] = SETTINGS | RUNS[origin][1] | {"trainer": {"tensor_parallel": tensor}}
+    for key, value in trainer.items():
+        text, count = re.subn(rf"(?m)^  {key}: \w+$", f"  {key}: {value}", text)
+        assert count == 1
+    stored.write_text(text)
+    sections: dict[str, Any] = SETTINGS | RUNS[origin][1] | {"trainer": trainer}
     return toy_config(folder, **sections)
 
 

@@ -74,6 +74,16 @@ def test_a_plan_for_gpus_is_made_where_there_are_none(half_b: Path):
     assert unknown.fits == (unknown.device_bytes is None or unknown.estimate.bytes <= unknown.device_bytes)
 
 
+def test_whole_weights_stay_whole_where_smaller_micro_batches_are_enough(half_b: Path):
+    whole = config(half_b, trainer={"backend": "ddp", "ranks": 2})
+    found = room_of(whole, gpu_gib=18).proposal
+    assert found is not None
+    assert found.settings == ("batch.tokens_per_micro_batch=8192",)
+    found = room_of(whole, gpu_gib=6).proposal
+    assert found is not None
+    assert "trainer.backend=fsdp2" in found.settings
+
+
 def test_samplers_on_the_gpus_of_ranks_count_there(half_b: Path):
     """Two vLLM samplers on the GPU of one rank: each has 494,032,768 weights of 2 bytes, its cache and a context."""
     vllm = {"engine": "vllm", "options": {"kv_cache_memory_bytes": GIB}}

@@ -76,6 +76,19 @@ def test_bytes_by_hand(half_b: ModelShape):
     assert offloaded.host["shards, moments and gradients"] == (2 * count * 16 + 2 * count) // 4
 
 
+def test_bytes_of_whole_weights_by_hand(half_b: ModelShape):
+    """docs/scaling.md: 2 + 4 + 12 / N bytes per parameter, a reference 2; and this rank's stretch of gradients."""
+    count, layout = half_b.parameters, Layout(ranks=4, whole_weights=True)
+    plant = Plant(policy=half_b, layout=layout, micro_batches=(GROUP,), roles=Roles(ref=True, critic=True))
+    step = estimate(plant).named("optimizer step").parts
+    assert step["policy"] == step["reference"] == 2 * count
+    assert step["float32 masters"] + step["moments of AdamW"] == 12 * count // 4
+    assert step["gradients"] == 4 * count
+    assert step["gradients of this rank's masters"] == 4 * count // 4
+    assert step["critic, its masters and moments"] == 2 * count + 12 * count // 4
+    assert "gathered weights" not in estimate(plant).named("backward: last layer").parts
+
+
 def test_what_makes_room_makes_room(half_b: ModelShape):
     def peak(**changes: object) -> int:
         rows = MicroBatch(rows=16384, tokens=16384, read=8192)

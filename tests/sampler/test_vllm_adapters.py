@@ -167,5 +167,5 @@ def test_without_enable_lora_the_merged_weights_move() -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU vLLM takes adapters of float32")
 def test_adapters_of_float32_are_refused_with_the_two_ways_out() -> None:
-    with pytest.raises(SamplerError, match=r"the policy is float32; set model.dtype: bfloat16, or have them merged"):
+    with pytest.raises(SamplerError, match=r"the policy is float32; set model.dtype: bfloat16; an engine in"):
         VllmSampler(adapted("llama"), **SMALL)

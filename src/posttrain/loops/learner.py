@@ -220,7 +220,8 @@ def wants_reference(config: RLConfig) -> bool:
 
 def shares_reference(config: RLConfig, ranks: int) -> bool:
     """Whether the reference is the policy's own weights, below its adapters: no second copy is held."""
-    return ranks == 1 and config.model.lora is not None and config.model.lora.path is None
+    whole = ranks == 1 or not config.trainer.divides_weights
+    return whole and config.model.lora is not None and config.model.lora.path is None
 
 
 def model_in(checkpoint: Path, model: ModelConfig) -> ModelConfig:
@@ -274,7 +275,7 @@ def _make_ref(config: RLConfig, policy: Policy, ranks: Ranks, sequence: Sequence
     """What the run began with. Where it is sharded, frozen: in the dtype that it computes in, without room for moments;
     by FSDP2 in the place of DeepSpeed, for without an update there is nothing that they do differently."""
     if shares_reference(config, ranks.size):
-        return base_below(policy, config.model)
+        return _spread(base_below(policy, config.model), config.trainer, ranks, sequence)
     trainer = config.trainer
     trainer = trainer if trainer.zero is None else trainer.model_copy(update={"backend": "fsdp2", "deepspeed": None})
     ref = Policy.from_config(_trained(config.model, trainer, ranks), seed=config.run.seed)

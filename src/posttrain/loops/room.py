@@ -330,8 +330,6 @@ def _changes(config: RLConfig, shape: ModelShape, ranks: int, found: Room) -> It
     base: dict[str, Any] = {} if ranks == found.layout.ranks else {"trainer.ranks": ranks}
     if not config.trainer.reshard_after_forward and ranks > 1:
         base |= {"trainer.reshard_after_forward": True}
-    if not config.trainer.divides_weights and ranks > 1:
-        base |= {"trainer.backend": "fsdp2"}
     least, most = config.limits.max_episode_tokens, config.batch.tokens_per_micro_batch
     sizes = [most, *(size for size in (most // 2, most // 4) if size > least), least]
     team_now = config.trainer.sequence_parallel
@@ -342,8 +340,12 @@ def _changes(config: RLConfig, shape: ModelShape, ranks: int, found: Room) -> It
     offloading = [False, True] if ranks > 1 and not config.trainer.offload else [config.trainer.offload]
     cache = found.estimate.named("rollout").parts.get("keys and values", 0)
     caches = [None, round(cache / GIB / 2, 2)] if cache > GIB and config.sampler.engine == "native" else [None]
-    for offload, team, again, kv, size in product(offloading, teams, checkpointing, caches, dict.fromkeys(sizes)):
+    backends = [None] if config.trainer.divides_weights or ranks == 1 else [None, "fsdp2"]
+    layouts = product(backends, offloading, teams, checkpointing, caches, dict.fromkeys(sizes))
+    for backend, offload, team, again, kv, size in layouts:
         changes = dict(base)
+        if backend is not None:
+            changes["trainer.backend"] = backend
         if kv is not None:
             changes["sampler.options.kv_gib"] = kv
         if size != most:

@@ -10,7 +10,8 @@ tests compare them with measured peaks. P parameters, N ranks, e bytes of a numb
     activations   `activations.py`
     gathered      on N ranks: what belongs to no layer, and two layers; all where layers stay gathered
 
-With adapters masters, moments and gradients are of these alone; weights that do not train are P e / N on N ranks.
+With adapters masters, moments and gradients are of these alone; weights that do not train are P e / N on N ranks
+where weights are divided.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, 
     head = 0 if shape.adapters else shape.embedding * layout.dtype_bytes  # its gradient
     common = {"batch": plant.batch_tokens * BATCH_BYTES} | _gathered(shape, layout)
     sums = 0 if first else _sums(plant, plant.policy.trained)
-    of_embedding = head * (2 if layout.sharded else int(shape.tied))  # beside the head's; untied it is a parameter's
+    # beside the head's; untied it is that of a parameter, and counted with these where they keep theirs
+    of_embedding = head * (2 if layout.sharded else int(shape.tied or layout.stretched))
     if layout.tensor_parallel > 1:  # of the whole, before each rank takes its part
         of_embedding += plant.policy.embedding * layout.dtype_bytes
     in_log_probs = common | {

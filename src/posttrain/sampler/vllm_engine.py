@@ -123,7 +123,8 @@ def settings_for(adapter: Adapter, dtype: torch.dtype) -> dict[str, Any]:
     if dtype is torch.float32 and torch.cuda.is_available():
         raise SamplerError(
             "vLLM computes adapters in bfloat16 or float16 on a GPU, and the policy is float32; "
-            "set model.dtype: bfloat16, or have them merged into the weights (sampler.options.enable_lora: false)"
+            "set model.dtype: bfloat16; an engine in the trainer's own process may also have them merged into the "
+            "weights (sampler.options.enable_lora: false)"
         )
     ranks = [rank for rank in LORA_RANKS if rank >= adapter.rank]
     if not ranks:

@@ -140,6 +140,8 @@ class Critic:
             gathered = whole_state(self.module, keep=keep)
             head = {f"{HEAD}/{name}": gathered.pop(f"{HEAD}.{name}") for name in self.head.state_dict() if keep}
             return {name: tensor.to(self.dtype) for name, tensor in gathered.items()} | head
+        if not keep:
+            return {}
         both = (self.module.state_dict(), self.head.state_dict(prefix=f"{HEAD}/"))
         return {name: tensor.to("cpu", copy=True) for state in both for name, tensor in state.items()}
 

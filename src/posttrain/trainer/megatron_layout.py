@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from posttrain.trainer.ranks import Ranks, TrainerConfig
+from posttrain.trainer.ranks import PATIENCE, Ranks, TrainerConfig
 from posttrain.trainer.stretches import View
 
 
@@ -43,11 +43,16 @@ class Groups:
 
 
 def _neighbours(ranks: int, size: int) -> Any:
-    return dist.new_subgroups_by_enumeration([list(range(first, first + size)) for first in range(0, ranks, size)])[0]
+    return _group([list(range(first, first + size)) for first in range(0, ranks, size)])
 
 
 def _every(ranks: int, step: int) -> Any:
-    return dist.new_subgroups_by_enumeration([list(range(first, ranks, step)) for first in range(step)])[0]
+    return _group([list(range(first, ranks, step)) for first in range(step)])
+
+
+def _group(members: list[list[int]]) -> Any:
+    """Of these the one that this rank is in."""
+    return dist.new_subgroups_by_enumeration(members, timeout=PATIENCE)[0]
 
 
 def heads_view(groups: int, first: int, last: int, size: int) -> View:

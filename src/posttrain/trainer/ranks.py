@@ -61,8 +61,8 @@ class TrainerConfig(BaseModel):
     )
     backend: Literal["fsdp2", "ddp", "deepspeed", "megatron"] = Field(
         default="fsdp2",
-        description="what divides policy and critic among several ranks; the steps are the same. ddp: weights stay "
-        "whole on every rank, masters and moments are divided",
+        description="what divides policy and critic among several ranks (one has nothing to divide); the steps are the "
+        "same. ddp: weights stay whole on every rank, masters and moments are divided",
     )
     deepspeed: DeepSpeedConfig | None = Field(default=None, description="for that backend; null = its defaults")
     megatron: MegatronConfig | None = Field(default=None, description="for that backend; null = its defaults")

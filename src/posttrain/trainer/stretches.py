@@ -90,6 +90,8 @@ class Piece:
 class StretchedOptimizer(Stepper):
     """Steps parameters that every rank of a group holds alike; every rank has to make one, and to call what it calls.
 
+    A parameter that no loss has reached has gradients of 0.0 like its neighbours, and decays.
+
     named: in Hugging Face layout. shared: of every parameter that this rank holds. pieces: of what is named, by id;
     whole where there is none.
     """
@@ -144,11 +146,11 @@ class StretchedOptimizer(Stepper):
         tensors = {STEPS_DONE: torch.tensor(self.steps_done)}
         began = next((found[STEP] for found in self._adamw.state.values()), None)
         moments = ["exp_avg", "exp_avg_sq"] * (began is not None)
-        mastered = {name for name, p in self.named.items() if p.dtype not in {torch.float32, torch.float64}}
         for key in (MASTER, *moments):
-            whole = {bucket.master: bucket.whole(self._state_of(bucket, key)) for bucket in self._buckets}
+            buckets = [bucket for bucket in self._buckets if bucket.mastered or key != MASTER]
+            whole = {bucket.master: bucket.whole(self._state_of(bucket, key)) for bucket in buckets}
             for name, parameter in self.named.items():
-                if key == MASTER and name not in mastered:
+                if key == MASTER and is_wide(parameter):
                     continue
                 value = self._piece(parameter).read(
                     lambda held, whole=whole: self._bucket_of[held].in_room(held, whole)
@@ -172,21 +174,15 @@ class StretchedOptimizer(Stepper):
             for bucket in self._buckets:
                 self._adamw.state[bucket.master][STEP] = step.to(bucket.master.device, copy=True)
             return
-        found: dict[nn.Parameter, Tensor] = {}
+        found = {parameter: torch.zeros(parameter.shape) for parameter in self._bucket_of}
         for name, value in values.items():
-            piece = self._piece(self.named[name])
-            for parameter, _ in piece.views:
-                found.setdefault(parameter, torch.empty(parameter.shape))
-            piece.write(value, found.__getitem__)
+            self._piece(self.named[name]).write(value, found.__getitem__)
         for bucket in self._buckets:
-            if not bucket.starts.keys() <= found.keys():
-                continue  # masters of what has none
-            own = bucket.stretch_of(found)
-            if key == MASTER:
-                bucket.master.data.copy_(own)
+            if key != MASTER:  # of what never had a gradient there are none: 0.0
+                self._adamw.state[bucket.master][key] = bucket.stretch_of(found)
+            elif bucket.mastered:
+                bucket.master.data.copy_(bucket.stretch_of(found))
                 bucket.give_weights()
-            else:
-                self._adamw.state[bucket.master][key] = own
 
     def _piece(self, named: nn.Parameter) -> Piece:
         return self._pieces.get(id(named)) or Piece(named.shape, ((named, as_it_is),))
@@ -226,6 +222,11 @@ class _Bucket:
             self.master.copy_(self.stretch_of({parameter: parameter.detach() for parameter in parameters}))
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._add)
+
+    @property
+    def mastered(self) -> bool:
+        """Whether weights are rounded, and masters so a part of the state."""
+        return not is_wide(next(iter(self.starts)))
 
     @property
     def gradient(self) -> Tensor:
@@ -289,6 +290,10 @@ class _Bucket:
         assert isinstance(parameter, nn.Parameter)
         self._place(parameter, self._taken()).add_(parameter.grad)  # type: ignore[arg-type]
         parameter.grad = None
+
+
+def is_wide(parameter: Tensor) -> bool:
+    return parameter.dtype in {torch.float32, torch.float64}
 
 
 def _buckets(shared: Mapping[nn.Parameter, Shared]) -> list[_Bucket]:
