@@ -39,6 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sharded = ADAPTERS["checkpoint"] | {"sharded": True, "background": True}
     again = {"model": ADAPTERS["model"] | {"gradient_checkpointing": True}}
     layouts = {"1": {}, "2": {"checkpoint": sharded}, "2 as one": {"trainer": {"sequence_parallel": 2}} | again}
+    layouts["2, whole weights"] = {"trainer": {"backend": "ddp"}}
     for name, settings in layouts.items():
         (base / name).mkdir()
         on_ranks(int(name[0]), base / f"log {name}", train, toy_config(base / name, **ADAPTERS | settings))
@@ -50,9 +51,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@pytest.mark.parametrize("other", ["2", "2 as one", "2 to 1"])
+@pytest.mark.parametrize("other", ["2", "2 as one", "2, whole weights", "2 to 1"])
 def test_ranks_take_the_steps_of_one(runs: Path, other: str):
-    """The reference is the base below the adapters on one rank, and a second copy of it, sharded, on two."""
+    """The reference is the base below the adapters on one rank, and where weights stay whole; else a second copy of it,
+    sharded, on two."""
     one, two = rows(runs / "1"), rows(runs / other)
     assert list(one) == list(two) == list(range(1, STEPS + 1))
     for step in one:
