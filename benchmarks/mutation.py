@@ -2,8 +2,9 @@
 
 A fault replaces one piece of source text. The tests are collected once; for each fault a forked process puts the code
 of the changed source into the functions that were imported (no file is written) and runs tests/algorithms until the
-first failure: the module's own test file first, tests that search for examples last. A fault that survives is a gap in
-the tests, or a fault that changes nothing: then take it off the list.
+first failure: tests that have caught another fault of the module first, then the module's own test file, tests that
+search for examples last. A fault that survives is a gap in the tests, or a fault that changes nothing: then take it off
+the list.
 """
 
 # ruff: noqa: E501 -- a fault is one line
@@ -34,7 +35,8 @@ SOURCE = ROOT / "src" / "posttrain" / "algorithms"
 TESTS = ROOT / "tests" / "algorithms"
 PACKAGE = "posttrain.algorithms"
 SECONDS = 120  # a mutant that runs longer than this is caught: it hangs
-OWN_TESTS = {"groups": "advantages", "filtering": "shaping"}  # the others have a test file of their own name
+# The others have a test file of their own name.
+OWN_TESTS = {"groups": "advantages", "filtering": "shaping", "credit": "returns"}
 NOT_OF_THE_MATHS = (
     "test_mutations.py",
     "test_ranks.py",
@@ -48,11 +50,13 @@ CAUGHT, SURVIVED, HUNG, UNUSABLE = "caught", "survived", "hung", "unusable"
 
 @dataclass(frozen=True)
 class Fault:
-    """`old`, which stands exactly once in `module`.py, becomes `new`."""
+    """`old`, which stands exactly once in `module`.py, becomes `new`. sought_by: the test that catches it, where that
+    searches for an example and would come last."""
 
     module: str
     old: str
     new: str
+    sought_by: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}: {self.old!r} -> {self.new!r}"
@@ -65,7 +69,12 @@ FAULTS = (
     Fault("credit", ".cummax(0)", ".cummin(0)"),
     Fault("credit", "torch.where(has_before, before,", "torch.where(has_after, after,"),
     Fault("credit", " & (episode[before.clamp(min=0)] == episode)", ""),
-    Fault("credit", " & (episode[after.clamp(max=len(order) - 1)] == episode)", ""),
+    Fault(
+        "credit",
+        " & (episode[after.clamp(max=len(order) - 1)] == episode)",
+        "",
+        sought_by="test_p63_the_order_of_arrival_does_not_matter[gae]",
+    ),
     Fault("credit", "torch.where(has_after, after, here)", "here"),
     Fault("credit", "rewards[order].double())", "rewards.double())"),
     Fault("credit", "torch.where(mask, values[self.episode_of_token], 0.0)", "values[self.episode_of_token]"),
@@ -111,7 +120,12 @@ FAULTS = (
     Fault("advantages", "scale = len(counted) / counted.sum()", "scale = counted.sum() / len(counted)"),
     Fault("advantages", "counted.sum().clamp(min=1)", "counted.sum()"),
     Fault("advantages", "counted = episodes.returns != 0", "counted = episodes.returns == 0"),
-    Fault("advantages", "whitened(above, mask)", "whitened(above, torch.ones_like(mask))"),
+    Fault(
+        "advantages",
+        "whitened(above, mask)",
+        "whitened(above, torch.ones_like(mask))",
+        sought_by="test_nothing_but_the_mask_decides_where_advantages_lie[reinforce_pp_baseline]",
+    ),
     Fault("advantages", "if not shift_silent:", "if shift_silent:"),
     Fault("advantages", "(sizes(episodes) == 1) & (singleton == \"raw\")", "(sizes(episodes) == 1)"),
     Fault("advantages", "| ((sizes(episodes) == 1) & (singleton == \"raw\"))", ""),
@@ -425,26 +439,32 @@ class Planter:
     def __init__(self, faults: Sequence[Fault], jobs: int) -> None:
         self.faults, self.jobs = faults, jobs
         self.verdicts: dict[Fault, str] = {}
-        self.sound = False
+        self.known, self.told = os.pipe()  # children say which test has caught a fault of which module
+        self.catchers: dict[str, list[int]] = {}  # module -> numbers of tests, the latest first
+
+    @property
+    def sound(self) -> bool:
+        """Whether no test fails without a fault."""
+        return self.verdicts.get(NO_FAULT) == SURVIVED
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         gc.freeze()  # the garbage collector of the children leaves alone what was imported here
-        _, status = os.waitpid(self.start(session, NO_FAULT), 0)
-        self.sound = verdict(status) == SURVIVED
-        waiting, running = list(self.faults) if self.sound else [], dict[int, Fault]()
-        while waiting or running:
+        os.set_blocking(self.known, False)
+        waiting, running = [NO_FAULT, *self.faults], dict[int, Fault]()
+        while (waiting and self.verdicts.get(NO_FAULT, SURVIVED) == SURVIVED) or running:
             while waiting and len(running) < self.jobs:
                 fault = waiting.pop(0)
                 running[self.start(session, fault)] = fault
             child, status = os.wait()
             fault = running.pop(child)
             self.verdicts[fault] = verdict(status)
-            if self.verdicts[fault] != CAUGHT:
+            self.learn()
+            if self.verdicts[fault] != (SURVIVED if fault is NO_FAULT else CAUGHT):
                 print(f"{self.verdicts[fault]}: {fault}", file=sys.__stderr__, flush=True)
         return True
 
     def start(self, session: pytest.Session, fault: Fault) -> int:
-        """Forks a process that runs the tests, the module's own first, until one fails. Returns its id."""
+        """Forks a process that runs the tests, the likeliest first, until one fails. Returns its id."""
         child = os.fork()
         if child:
             return child
@@ -456,13 +476,30 @@ class Planter:
             os._exit(99)
 
     def run_tests(self, session: pytest.Session, fault: Fault) -> int:
-        own = f"test_{OWN_TESTS.get(fault.module, fault.module)}.py"
-        items = sorted(session.items, key=lambda item: 0 if item.path.name == own else 1 + searches(item))
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        numbers = self.likeliest(session.items, fault)
+        for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+            item, behind = session.items[number], None if following is None else session.items[following]
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=behind)
             if session.testsfailed:
+                if not searches(item):
+                    os.write(self.told, f"{fault.module} {number}\n".encode())
                 return 1
         return 0
+
+    def likeliest(self, items: Sequence[pytest.Item], fault: Fault) -> list[int]:
+        """The numbers of the tests in the order in which they run."""
+        named = [number for number, item in enumerate(items) if item.name == fault.sought_by]
+        first = [*named, *self.catchers.get(fault.module, [])]
+        own = f"test_{OWN_TESTS.get(fault.module, fault.module)}.py"
+        rest = [number for number in range(len(items)) if number not in set(first)]
+        return first + sorted(rest, key=lambda n: 0 if items[n].path.name == own else 1 + searches(items[n]))
+
+    def learn(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for line in os.read(self.known, 1 << 16).decode().splitlines():
+                module, number = line.split()
+                before = self.catchers.get(module, [])
+                self.catchers[module] = [int(number), *(one for one in before if one != int(number))]
 
 
 def searches(item: pytest.Item) -> bool:
@@ -506,7 +543,7 @@ def main() -> int:
     if verdicts is None:
         print("the tests fail without any fault: mend them first", file=sys.stderr)
         return 2
-    missed = [str(fault) for fault, found in verdicts.items() if found not in (CAUGHT, HUNG)]
+    missed = [str(fault) for fault in faults if verdicts[fault] not in (CAUGHT, HUNG)]
     result = {"planted": len(faults), "caught": len(faults) - len(missed), "missed": missed}
     result["seconds"] = round(time.monotonic() - began, 1)
     line = f"{result['caught']} of {len(faults)} faults caught, {result['seconds']} s"

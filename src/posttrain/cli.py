@@ -3,6 +3,7 @@ when a command runs."""
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ def main() -> None:
     log, warnings = logging.getLogger("posttrain"), logging.StreamHandler()  # to stderr, as it is now
     warnings.setLevel(logging.WARNING)
     log.addHandler(warnings)
+    gc.set_threshold(700, 10, 100)  # seven times the search of all objects while a million are imported: a second
     try:
         app()
     except Exception as error:
@@ -593,7 +595,3 @@ def _fail(error: Exception) -> NoReturn:
 
 def _show(as_json: bool, record: dict[str, Any], text: str) -> None:
     typer.echo(json.dumps(record) if as_json else text)
-
-
-if __name__ == "__main__":
-    main()

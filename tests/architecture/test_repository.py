@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
+from forked import Program
 from posttrain.config import RLConfig
 from posttrain.runs.config_file import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 300
 CLI = "from posttrain.cli import main; main()"
 RECIPES = sorted((ROOT / "recipes").glob("**/*.y*ml"))
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".cfg", ""}
@@ -64,29 +61,8 @@ def code_blocks(language: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("place", "code"), code_blocks("python"), ids=lambda value: value if "\n" not in value else "")
 def test_python_blocks_run(place: str, code: str, tmp_path: Path):
-    """In a process of its own, which need not import torch and transformers first."""
-    process = server().Process(target=as_a_program, args=(code, tmp_path))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, f"{place}:\n{(tmp_path / 'said').read_text()[-2000:]}"
-
-
-@functools.cache
-def server() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["posttrain.config", "posttrain.rollout", "posttrain.loops.rl", "frozen"])
-    return context
-
-
-def as_a_program(code: str, folder: Path) -> None:
-    """Runs `code` as `python -c` does in `folder`, and keeps what it prints in the file `said`."""
-    os.chdir(folder)
-    with open("said", "wb", buffering=0) as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
-    module = ModuleType("__main__")
-    sys.modules["__main__"], sys.argv, sys.path[0:0] = module, ["-c"], [""]
-    exec(compile(code, "<string>", "exec"), vars(module))
+    status, _, err = Program(tmp_path, code=code, inside=True).ended(SECONDS)
+    assert status == 0, f"{place}:\n{err[-2000:]}"
 
 
 def shell_commands() -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cluster.fleet import server
+from forked import server
 from posttrain.cluster.asking import PoolSampler
 from posttrain.cluster.beside import CALLS, SAMPLER, SECRET
 from posttrain.cluster.crew import Crew

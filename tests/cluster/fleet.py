@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -11,19 +9,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from forked import server
 from posttrain.cluster.start import mustered
 from posttrain.config import RLConfig
 from posttrain.loops import rl
 
-PRELOAD = ("posttrain.loops.rl", "transformers.models.qwen3.modeling_qwen3", "cluster.fleet", "deepspeed", "frozen")
 SECONDS = 180
-
-
-@functools.cache
-def server() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    return context
 
 
 def free_port() -> int:

@@ -22,8 +22,8 @@ def test_on_ray_the_seat_of_the_only_sampler_dies(tmp_path: Path):
     process = begun(file, "cluster.ray=local", "cluster.colocated=true")
     wait_for(config.run.directory / "trajectories" / "step-000001.parquet", process)
     os.kill(parent(samplers_of(file)[0]), signal.SIGKILL)
-    _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, err
+    status, _, err = process.ended(SECONDS)
+    assert status == 0, err
     assert "SIGABRT" not in err, "a sampler ended while its thread left the process group"
     assert "sampler 0 was killed by SIGKILL; it is started again" in err
     assert_each_once(config.run.directory, 4, EPISODES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from forked import Program
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
@@ -44,15 +45,15 @@ sys.exit(launch_ray(command, 1, Samplers(count=2, restarts=3, command=command), 
 """
 
 
-def driver(folder: Path) -> subprocess.Popen[str]:
+def driver(folder: Path) -> Program:
     (folder / "program.py").write_text(PROGRAM)
-    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder)], stderr=subprocess.PIPE, text=True)
+    return Program(folder, folder, code=DRIVER)
 
 
-def until(found: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+def until(found: Callable[[], bool], process: Program | None = None) -> None:
     ends = time.monotonic() + SECONDS
     while not found():
-        assert process is None or process.poll() is None, process.communicate()
+        assert process is None or process.poll() is None, process.ended(0)
         assert time.monotonic() < ends
         time.sleep(0.05)
 
@@ -97,7 +98,7 @@ def test_samplers_are_seated_again_and_a_killed_driver_leaves_nothing(tmp_path: 
     assert said(tmp_path, "sampler1-0")[1] != said(tmp_path, "sampler1-1")[1]
     assert of_the_session(process.pid)
     process.kill()
-    _, errors = process.communicate(timeout=SECONDS)
+    _, _, errors = process.ended(SECONDS)
     for number in (0, 1):
         assert f"sampler {number} was killed by SIGKILL; it is started again" in errors
     names = ("rank0-0", "sampler0-0", "sampler0-1", "sampler1-0", "sampler1-1")
@@ -109,8 +110,8 @@ def test_a_launch_that_ends_leaves_a_timeline_and_nothing_else(tmp_path: Path):
     process = driver(tmp_path)
     until((tmp_path / "sampler1-0").exists, process)
     (tmp_path / "over").touch()
-    _, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, errors
+    status, _, errors = process.ended(SECONDS)
+    assert status == 0, errors
     assert any(event["cat"].startswith("task") for event in json.loads((tmp_path / "timeline.json").read_text()))
     until(lambda: not of_the_session(process.pid))
 
@@ -132,10 +133,10 @@ ray.shutdown()
 """
 
 
-def test_samplers_share_the_gpus_of_ranks() -> None:
+def test_samplers_share_the_gpus_of_ranks(tmp_path: Path) -> None:
     """Two ranks and a sampler on a cluster that says it has two GPUs: the sampler sees that of the first rank."""
-    done = subprocess.run([sys.executable, "-c", SEATS], capture_output=True, text=True, check=False, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
-    first, second, sampler = json.loads(done.stdout.splitlines()[-1])
+    status, out, err = Program(tmp_path, code=SEATS).ended(SECONDS)
+    assert status == 0, err
+    first, second, sampler = json.loads(out.splitlines()[-1])
     assert {first, second} == {"0", "1"}
     assert sampler == first

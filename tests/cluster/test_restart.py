@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import Program
 from loops.toy import toy_config, trained
 from posttrain.cluster import start
 from posttrain.config import ConfigError, RLConfig, config_yaml, load_config
@@ -68,16 +67,15 @@ def parent(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def begun(config: Path, *settings: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "posttrain", "rl", str(config), *settings]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def begun(config: Path, *settings: str) -> Program:
+    """`posttrain rl`; its ranks and samplers are programs that begin from nothing."""
+    return Program(config.parent, "rl", config, *settings)
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, process: Program) -> None:
     until = time.monotonic() + SECONDS
     while not path.exists():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.ended(0)
         assert time.monotonic() < until
         time.sleep(0.02)
 
@@ -98,8 +96,8 @@ def test_a_rank_that_hangs_is_named_and_all_start_again_from_the_last_checkpoint
     process = begun(file, "trainer.ranks=2", "cluster.heartbeat_seconds=6", "cluster.stall_seconds=4")
     wait_for(run / "checkpoints" / "step-2", process)
     os.kill(ranks_of(file)[1], signal.SIGSTOP)
-    _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, err
+    status, _, err = process.ended(SECONDS)
+    assert status == 0, err
     assert "rank 1 is lost (no sign of life for" in err
     assert re.search(r"nothing has moved for \d+ s. rank 0 ordered \w+ \d+ s ago; rank 1 \(process \d+\) ", err)
     assert "rank 1 was killed by SIGKILL" in err
@@ -120,8 +118,8 @@ def test_a_search_agent_learns_the_same_though_a_sampler_and_a_rank_are_killed(t
     os.kill(parent(samplers_of(file)[1]), signal.SIGKILL)
     wait_for(run / "checkpoints" / "step-4", process)
     os.kill(ranks_of(file)[1], signal.SIGKILL)
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, err
+    status, out, err = process.ended(SECONDS)
+    assert status == 0, err
     assert "sampler 1 was killed by SIGKILL; it is started again" in err
     assert "SIGABRT" not in err
     assert "starting 2 ranks again from the last checkpoint" in err
@@ -158,11 +156,10 @@ def test_a_cluster_without_room_says_what_it_has(tmp_path: Path):
     cluster = {"ray": "local", "num_cpus": 1, "wait_seconds": 2}
     file = tmp_path / "config.yaml"
     file.write_text(config_yaml(toy_config(tmp_path, trainer={"ranks": 2}, cluster=cluster)))
-    command = [sys.executable, "-m", "posttrain", "rl", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 1
-    assert "2 ranks ask for {'CPU': 2.0}; after 2 s the cluster has {'CPU': 1.0}" in done.stderr
-    assert "Traceback" not in done.stderr
+    status, _, err = begun(file).ended(SECONDS)
+    assert status == 1
+    assert "2 ranks ask for {'CPU': 2.0}; after 2 s the cluster has {'CPU': 1.0}" in err
+    assert "Traceback" not in err
 
 
 @NEEDS_RAY

@@ -6,9 +6,7 @@ so that a life costs what training costs.
 
 from __future__ import annotations
 
-import functools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +20,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from forked import server
 from posttrain.cli import main
 from posttrain.runs.checkpoint import CheckpointStore, KeepBest
 
@@ -31,13 +30,13 @@ STEPS = 6
 SMALL = (
     f"run.steps={STEPS}",
     "run.sinks=[]",
-    "data.train=[{path: 'posttrain.envs.tiny_world:train_rows', options: {seed: 0}, limit: 64}]",  # soon tokenised
-    "data.eval=[{path: 'posttrain.envs.tiny_world:eval_rows', options: {seed: 0}, limit: 64}]",
+    "data.train=[{path: 'posttrain.envs.tiny_world:train_rows', options: {seed: 0}, limit: 32}]",  # soon tokenised
+    "data.eval=[{path: 'posttrain.envs.tiny_world:eval_rows', options: {seed: 0}, limit: 4}]",
     "env.options.max_turns=1",
     "batch.prompts_per_step=2",
     "batch.samples_per_prompt=4",
     "batch.prompts_per_mini_batch=1",
-    "limits.max_turn_tokens=8",
+    "limits.max_turn_tokens=4",
     "limits.max_observation_tokens=48",
     "limits.max_episode_tokens=128",
     "eval.max_tasks=3",
@@ -65,15 +64,6 @@ PPO = (
     "critic={optimizer: {lr: 1.0e-4}, warmup_steps: 1}",
 )
 CONFIGS = {"grpo": GRPO, "ppo": PPO}
-PRELOAD = (
-    "posttrain.loops.rl",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.conversion_mapping",
-    "omegaconf.vendor.antlr4.LL1Analyzer",
-    "posttrain.envs.tiny_world",
-    "invariants.killing",
-    "frozen",
-)
 SECONDS = 120  # no trainer here needs as long
 
 
@@ -180,13 +170,6 @@ def go_on(folder: str, overrides: Sequence[str], moment: Moment) -> None:
         rl.train(run)
     finally:
         run.close()
-
-
-@functools.cache
-def server() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    return context
 
 
 def live(folder: Path, overrides: Sequence[str], moment: Moment = NEVER) -> bool:

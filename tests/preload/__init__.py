@@ -1,0 +1,1 @@
+"""What a server that forks imports first and last."""
