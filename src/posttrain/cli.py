@@ -30,7 +30,7 @@ def main() -> None:
     log, warnings = logging.getLogger("posttrain"), logging.StreamHandler()  # to stderr, as it is now
     warnings.setLevel(logging.WARNING)
     log.addHandler(warnings)
-    gc.set_threshold(700, 10, 100)  # seven times the search of all objects while a million are imported: a second
+    gc.set_threshold(700, 10, 100)  # by default all objects are searched seven times while torch is imported
     try:
         app()
     except Exception as error:

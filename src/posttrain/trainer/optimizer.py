@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from posttrain.trainer.sharding import like, norm, whole
+from posttrain.trainer.sharding import like, norm, of_own_part, own_part, whole
 
 STEPS_DONE = "steps_done"
 MASTER = "master"
@@ -130,7 +130,11 @@ class Optimizer(Stepper):
             name: p if p.dtype in {torch.float32, torch.float64} else nn.Parameter(p.detach().float())
             for name, p in self.named.items()
         }
-        self._adamw = adamw(self._masters.values(), config)
+        self._parts = {  # of what is sharded, what is here; the update rule sees no more
+            name: nn.Parameter(own_part(master)) if own_part(master) is not master else master
+            for name, master in self._masters.items()
+        }
+        self._adamw = adamw(self._parts.values(), config)
 
     @property
     def masters(self) -> list[nn.Parameter]:
@@ -138,7 +142,7 @@ class Optimizer(Stepper):
         return list(self._masters.values())
 
     def zero_grad(self) -> None:
-        for parameter in (*self.named.values(), *self._masters.values()):
+        for parameter in (*self.named.values(), *self._masters.values(), *self._parts.values()):
             parameter.grad = None
 
     def step(self) -> StepReport:
@@ -158,7 +162,8 @@ class Optimizer(Stepper):
         """See `Stepper`. gather=False: shards as they are."""
         tensors = {STEPS_DONE: torch.tensor(self.steps_done)}
         for name, master in self._masters.items():
-            state = {key: torch.as_tensor(value) for key, value in self._adamw.state.get(master, {}).items()}
+            held = self._adamw.state.get(self._parts[name], {})
+            state = {key: of_own_part(torch.as_tensor(value), master) for key, value in held.items()}
             if master is not self.named[name] or name in self._mastered:
                 state = {MASTER: master, **state}
             for key, value in state.items():
@@ -176,7 +181,7 @@ class Optimizer(Stepper):
                 with torch.no_grad():
                     master.copy_(saved_master)
                     self.named[name].copy_(saved_master)
-            self._adamw.state[master] = state
+            self._adamw.state[self._parts[name]] = {key: own_part(value) for key, value in state.items()}
         self.steps_done = int(tensors[STEPS_DONE].item())
 
     def _hand_over_gradients(self) -> None:
@@ -187,6 +192,11 @@ class Optimizer(Stepper):
                 master.grad = parameter.grad.float()
 
     def _step_masters(self) -> None:
+        for name, part in self._parts.items():
+            master = self._masters[name]
+            if part is not master:  # torch may have moved the shards since
+                part.data = own_part(master)
+                part.grad = None if master.grad is None else own_part(master.grad)
         self._adamw.step()
         halves = [(self.named[name], master) for name, master in self._masters.items()]
         halves = [(parameter, master) for parameter, master in halves if master is not parameter]
@@ -220,7 +230,8 @@ def clip_grad_norm(grads: list[Tensor], max_norm: float | None) -> float:
     """Global 2-norm of the gradients (before clipping); scales them in place when it is finite and above `max_norm`."""
     value = norm(grads)
     if max_norm is not None and math.isfinite(value) and value > max_norm:
-        torch._foreach_mul_(grads, max_norm / (value + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
+        own = [own_part(grad) for grad in grads]
+        torch._foreach_mul_(own, max_norm / (value + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return value
 
 

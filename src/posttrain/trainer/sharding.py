@@ -131,7 +131,7 @@ def norm(tensors: list[Tensor]) -> float:
     """2-norm of all of them together, in float32 at least; of sharded ones every rank gets the same, and has to ask."""
     if not tensors:
         return 0.0
-    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    own = [own_part(tensor) for tensor in tensors]
     norms = [torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in own]
     if not any(isinstance(tensor, DTensor) for tensor in tensors):
         return float(torch.linalg.vector_norm(torch.stack(norms)))
@@ -139,6 +139,21 @@ def norm(tensors: list[Tensor]) -> float:
     squares = (torch.stack(norms).double().square() / holders).sum()
     dist.all_reduce(squares)
     return float(squares.sqrt())
+
+
+@torch.no_grad()
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it, in the same memory. To change every element for itself needs no more; torch takes
+    seconds to work out, the first time, how an operation on hundreds of shards at once is divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def of_own_part(part: Tensor, model: Tensor) -> Tensor:
+    """The inverse of `own_part`, for a tensor with the shape and the shards of `model`; single numbers stay alone."""
+    if not isinstance(model, DTensor) or not part.dim():
+        return part
+    size = {"shape": model.shape, "stride": model.stride()}
+    return DTensor.from_local(part, model.device_mesh, model.placements, run_check=False, **size)
 
 
 def _holders(tensor: Tensor) -> int:
