@@ -109,14 +109,14 @@ def test_a_rank_that_hangs_is_named_and_all_start_again_from_the_last_checkpoint
 @NEEDS_RAY
 def test_a_search_agent_learns_the_same_though_a_sampler_and_a_rank_are_killed(tmp_path: Path):
     """Ray: two FSDP2 ranks, two samplers on seats of their own. The seat of a sampler dies, later a rank."""
-    steps, settings = 6, ["run.steps=6", f"run.dir={tmp_path / 'run'}", "checkpoint.every=3", *SMALL]
+    steps, settings = 10, ["run.steps=10", f"run.dir={tmp_path / 'run'}", "checkpoint.every=4", *SMALL]
     alone = trained(load_config(RLConfig, RECIPE, [*settings, f"run.dir={tmp_path / 'alone'}"]))
     file, run = tmp_path / "config.yaml", tmp_path / "run"
     file.write_text(config_yaml(load_config(RLConfig, RECIPE, settings)))
     process = begun(file, "trainer.ranks=2", "cluster.samplers=2", "cluster.ray=local")
-    wait_for(run / "trajectories" / "step-000001.parquet", process)
+    wait_for(run / "trajectories" / "step-000002.parquet", process)
     os.kill(parent(samplers_of(file)[1]), signal.SIGKILL)
-    wait_for(run / "checkpoints" / "step-3", process)
+    wait_for(run / "checkpoints" / "step-4", process)
     os.kill(ranks_of(file)[1], signal.SIGKILL)
     status, out, err = process.ended(SECONDS)
     assert status == 0, err
