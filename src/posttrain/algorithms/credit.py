@@ -38,11 +38,9 @@ class PolicyRows:
 
 def numbered(index: Tensor) -> tuple[Tensor, int]:
     """Renames the K distinct values of `index` [T] to 0..K-1, in ascending order. Returns (names [T] long, K)."""
-    if bool((index[1:] >= index[:-1]).all()):  # as in every batch whose segments came in order: nothing to sort
-        names = torch.zeros_like(index, dtype=torch.long)
-        names[1:] = (index[1:] != index[:-1]).cumsum(0)
-        return names, int(names[-1]) + 1 if len(names) else 0
-    ordered, order = torch.sort(index, stable=True)
+    sorted_already = bool((index[1:] >= index[:-1]).all())  # in every batch whose segments came in order
+    here = torch.arange(len(index), device=index.device)
+    ordered, order = (index, here) if sorted_already else torch.sort(index, stable=True)
     first_of_its_kind = torch.ones_like(ordered, dtype=torch.long)
     first_of_its_kind[1:] = (ordered[1:] != ordered[:-1]).long()
     names = torch.empty_like(first_of_its_kind)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
 REMEMBERED = 256  # texts: a prompt is read for every sample of its group, a turn by the env and by the reward

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from posttrain.chat.errors import ChatError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # Unicode noncharacters are never in interchanged text. Foreign text that holds one gets U+FFFD, as Unicode advises;
 # so do lone surrogates, which no tokenizer takes.

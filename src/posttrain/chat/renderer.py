@@ -23,7 +23,7 @@ from posttrain.task import Message
 from posttrain.trajectory import Source
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Thinking = Literal["keep", "strip_and_fork"]
 

@@ -20,7 +20,7 @@ from posttrain.chat.errors import ChatError
 from posttrain.task import Message
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Tools = Sequence[Mapping[str, Any]]
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 from pydantic import ValidationError
-from transformers import AutoTokenizer
+from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from posttrain.chat import ChatError, Renderer
 from posttrain.config import WORLDS, ConfigError, RLConfig, options_for, resolve

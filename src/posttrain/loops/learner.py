@@ -21,7 +21,7 @@ from posttrain.runs.rng import seed_everything
 from posttrain.trainer.critic import HEAD, Critic
 from posttrain.trainer.loading import ModelConfig, load_config, model_path, pick_device
 from posttrain.trainer.lora import ADAPTER
-from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
+from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper, is_wide
 from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy, base_below, keep
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig
@@ -210,8 +210,12 @@ def make_learner(
 def needs_replica(config: RLConfig, ranks: int) -> bool:
     """Whether a rank holds the policy a second time, for its sampler."""
     shares = config.sampler.engine == "native" and not config.cluster.samplers  # others have copies of their own
-    divided = ranks > 1 and config.trainer.divides_weights
-    return shares and (divided or config.sampling.max_staleness is not None)
+    return shares and (_divided(config, ranks) or config.sampling.max_staleness is not None)
+
+
+def _divided(config: RLConfig, ranks: int) -> bool:
+    """Whether no rank has all weights of the policy."""
+    return ranks > 1 and config.trainer.divides_weights
 
 
 def wants_reference(config: RLConfig) -> bool:
@@ -220,8 +224,7 @@ def wants_reference(config: RLConfig) -> bool:
 
 def shares_reference(config: RLConfig, ranks: int) -> bool:
     """Whether the reference is the policy's own weights, below its adapters: no second copy is held."""
-    whole = ranks == 1 or not config.trainer.divides_weights
-    return whole and config.model.lora is not None and config.model.lora.path is None
+    return not _divided(config, ranks) and config.model.lora is not None and config.model.lora.path is None
 
 
 def model_in(checkpoint: Path, model: ModelConfig) -> ModelConfig:
@@ -235,8 +238,7 @@ def model_in(checkpoint: Path, model: ModelConfig) -> ModelConfig:
 def _trained(model: ModelConfig, trainer: TrainerConfig, ranks: Ranks) -> ModelConfig:
     """Layers whose parts are gathered one by one, or that give way to others, cannot be compiled as wholes."""
     in_parts = trainer.backend == "megatron" or (trainer.zero is not None and trainer.zero.stage == 3)
-    in_parts = ranks.size > 1 and in_parts
-    return model.model_copy(update={"compile": False}) if in_parts else model
+    return model.model_copy(update={"compile": False}) if ranks.size > 1 and in_parts else model
 
 
 Model = TypeVar("Model", Policy, Critic)
@@ -266,7 +268,7 @@ def _optimizer(
         return model.megatron.optimizer(model.parameters(), config, steps)
     if ranks.size > 1 and not trainer.divides_weights:
         return StretchedOptimizer.of_whole(model.parameters(), config, steps)
-    half = ranks.size > 1 and model.dtype not in {torch.float32, torch.float64}
+    half = ranks.size > 1 and not is_wide(model.dtype)
     mastered = {name for name, _ in model.parameters() if not name.startswith(HEAD)} if half else set[str]()
     return Optimizer(model.parameters(), config, steps, mastered=mastered)
 
@@ -329,7 +331,7 @@ def staged(learner: Learner, tokenizer: Any = None) -> Callable[[Path], None]:
 
 def _policy_state(learner: Learner) -> dict[str, Tensor] | None:
     """What rank 0 saves of the policy; None: its weights of now, as they lie. Every rank has to ask."""
-    if learner.ranks.size > 1 and learner.config.trainer.divides_weights and learner.replica is None:
+    if _divided(learner.config, learner.ranks.size) and learner.replica is None:
         return gathered_state(learner.policy, keep=learner.ranks.leads)
     return learner.sampled.state() if learner.ranks.leads and learner.config.checkpoint.background else None
 

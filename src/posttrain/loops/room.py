@@ -143,9 +143,9 @@ def _shapes(config: RLConfig) -> Shapes:
 
 
 def _room(config: RLConfig, shapes: Shapes, device: str, size: int | None, ranks: int) -> Room:
-    if ranks > 1 and config.trainer.backend not in {"fsdp2", "ddp"}:
-        name = {"deepspeed": "DeepSpeed", "megatron": "Megatron-core"}[config.trainer.backend]
-        raise UnknownSizes(f"what {name} keeps is not estimated; plan with trainer.backend: fsdp2 for a first idea")
+    unknown = {"deepspeed": "DeepSpeed", "megatron": "Megatron-core"}.get(config.trainer.backend)
+    if ranks > 1 and unknown:
+        raise UnknownSizes(f"what {unknown} keeps is not estimated; plan with trainer.backend: fsdp2 for a first idea")
     layout = layout_of(config, device, ranks)
     return Room(estimate=estimate(plant_of(config, shapes, layout, size)), layout=layout, device_bytes=size)
 

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModel
+from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from posttrain.location import is_location, locate

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.models.auto.modeling_auto import AutoModelForSequenceClassification
+from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from posttrain.boundary.foreign_json import read_json
 from posttrain.retrieval.encoder import EncoderError, model_folder, pick_device

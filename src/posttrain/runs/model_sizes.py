@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from posttrain.runs.model_shape import ModelShape
 from posttrain.trainer.loading import LoraConfig, ModelError, load_config, model_path

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from posttrain.trainer.checks import plain_logprobs, probe_batch
 from posttrain.trainer.loading import DTYPES, no_progress_bars
 from posttrain.trainer.policy import Policy
 
+transformers: Any = importlib.import_module("transformers")  # type checkers would read the thousands of files it names
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 TOKENIZER_SINCE = (5, 19)  # transformers that read the file's tokenizer right

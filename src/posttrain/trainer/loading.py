@@ -12,7 +12,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from posttrain.trainer import attention

@@ -127,8 +127,7 @@ class Optimizer(Stepper):
         super().__init__(parameters, config, total_steps)
         self._mastered = mastered
         self._masters = {
-            name: p if p.dtype in {torch.float32, torch.float64} else nn.Parameter(p.detach().float())
-            for name, p in self.named.items()
+            name: p if is_wide(p.dtype) else nn.Parameter(p.detach().float()) for name, p in self.named.items()
         }
         self._parts = {  # of what is sharded, what is here; the update rule sees no more
             name: nn.Parameter(own_part(master)) if own_part(master) is not master else master
@@ -203,6 +202,11 @@ class Optimizer(Stepper):
         if halves:
             with torch.no_grad():
                 torch._foreach_copy_(*map(list, zip(*halves, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    """Whether weights of it are their own masters."""
+    return dtype in {torch.float32, torch.float64}
 
 
 def by_parameter(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, Tensor]]:

@@ -28,6 +28,7 @@ from posttrain.trainer.optimizer import (
     StepReport,
     adamw,
     by_parameter,
+    is_wide,
 )
 from posttrain.trainer.ranks import all_gather_single, reduce_scatter_single
 
@@ -150,7 +151,7 @@ class StretchedOptimizer(Stepper):
             buckets = [bucket for bucket in self._buckets if bucket.mastered or key != MASTER]
             whole = {bucket.master: bucket.whole(self._state_of(bucket, key)) for bucket in buckets}
             for name, parameter in self.named.items():
-                if key == MASTER and is_wide(parameter):
+                if key == MASTER and is_wide(parameter.dtype):
                     continue
                 value = self._piece(parameter).read(
                     lambda held, whole=whole: self._bucket_of[held].in_room(held, whole)
@@ -226,7 +227,7 @@ class _Bucket:
     @property
     def mastered(self) -> bool:
         """Whether weights are rounded, and masters so a part of the state."""
-        return not is_wide(next(iter(self.starts)))
+        return not is_wide(next(iter(self.starts)).dtype)
 
     @property
     def gradient(self) -> Tensor:
@@ -290,10 +291,6 @@ class _Bucket:
         assert isinstance(parameter, nn.Parameter)
         self._place(parameter, self._taken()).add_(parameter.grad)  # type: ignore[arg-type]
         parameter.grad = None
-
-
-def is_wide(parameter: Tensor) -> bool:
-    return parameter.dtype in {torch.float32, torch.float64}
 
 
 def _buckets(shared: Mapping[nn.Parameter, Shared]) -> list[_Bucket]:

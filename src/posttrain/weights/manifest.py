@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from posttrain.trainer.policy import Policy
 from posttrain.weights.adapters import base_state, merged_state
