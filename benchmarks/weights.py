@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.tiny import write_model
 
 from posttrain.cluster.asking import PoolSampler
 from posttrain.cluster.beside import Samplers, calls_at
@@ -37,31 +39,29 @@ from posttrain.cluster.line import Exchange
 from posttrain.cluster.pool import Pool, State
 from posttrain.cluster.start import devices_for
 from posttrain.config import ClusterConfig, ModelConfig, SamplerConfig
-from posttrain.loops.build import load_tokenizer
 from posttrain.packing import Batch
 from posttrain.trainer.policy import Policy
 from posttrain.weights.gather import as_json
 
-HEAD = 64
+HEAD, VOCABULARY = 64, 512
 TRANSPORTS = ("shared", "broadcast", "disk")
 COMMAND = [sys.executable, "-m", "posttrain", "sample-for-run"]
 
 
 def random_model(folder: Path, layers: int, width: int, device: str) -> Policy:
-    """In `folder`, with a tokenizer that nobody will miss."""
-    tokenizer = load_tokenizer("tiny_search_base")
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // HEAD,
-        num_key_value_heads=width // HEAD // 2,
-        head_dim=HEAD,
-    )
-    policy = Policy.random(config, seed=0, device=device, dtype="auto")
-    policy.save(folder, tokenizer)
-    return policy
+    """In `folder`, with a tokenizer that nobody will miss; drawn on the device, since one core takes a minute for a
+    billion weights."""
+    shape = {
+        "model_type": "qwen3",
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // HEAD,
+        "num_key_value_heads": width // HEAD // 2,
+        "head_dim": HEAD,
+    }
+    return Policy.load(write_model(folder, shape, device), device)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from loops.ahead import EPISODES, PATIENT, TWELVE, Patient, assert_sampled_by, of_step
@@ -31,6 +32,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of vllm's imports
 ]
 SAMPLER = {"engine": "vllm", "options": {"kv_cache_memory_bytes": 1 << 27}}
+GPUS = torch.cuda.device_count()
+LEVELS = (2,) if GPUS else (1, 2)  # on a GPU vLLM starts no second engine in a process whose first one could sleep
+ON_CPU = pytest.mark.skipif(GPUS > 0, reason="on a GPU vLLM takes no adapters of float32")
 PROBE, GAP = max(1e-4, FLOAT32_GAP), max(1e-3, 3 * FLOAT32_GAP)
 
 
@@ -71,7 +75,7 @@ def test_a_run_goes_on_from_its_checkpoint(run: rl.Run, tmp_path: Path) -> None:
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", LEVELS)
 def test_an_engine_that_sleeps_while_trained_samples_the_same(run: rl.Run, level: int, tmp_path: Path) -> None:
     """On a CPU vLLM frees nothing; the order of things is that of a GPU."""
     sleepy = rl.start(vllm_config(tmp_path, sampler=SAMPLER | {"sleep": level}))
@@ -205,6 +209,7 @@ def test_a_server_samples_ahead_and_outlives_its_restart(served: Served, tmp_pat
     assert_second_step_saw_both(run, *states[:2])
 
 
+@ON_CPU
 def test_adapters_alone_reach_the_engine(tmp_path: Path) -> None:
     run = trained(vllm_config(tmp_path, sampler=SAMPLER, model={"lora": {"rank": 4, "alpha": 6}}))
     first, second = metric_rows(run).values()
@@ -215,6 +220,7 @@ def test_adapters_alone_reach_the_engine(tmp_path: Path) -> None:
         assert row["gap/max"] < GAP
 
 
+@ON_CPU
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
 def test_vllm_beside_two_ranks_is_given_adapters_alone(tmp_path: Path, transport: str) -> None:
     """Old log-probs are the trainer's: every rank computes its share of them."""
@@ -227,6 +233,7 @@ def test_vllm_beside_two_ranks_is_given_adapters_alone(tmp_path: Path, transport
         assert row["gap/max"] < GAP
 
 
+@pytest.mark.skipif(GPUS == 1, reason="rank and sampler want a GPU each")
 def test_vllm_in_a_process_of_its_own_runs_ahead(tmp_path: Path) -> None:
     """One rank and one sampler beside it, which gets the weights through shared memory amid its requests."""
     ahead = {"tasks": TWELVE, "run": {"steps": 3}, "sampling": {"max_staleness": 1}}

@@ -20,6 +20,7 @@ KNOWN = [
     "block_size",
     "dtype",
     "enable_prefix_caching",
+    "gpu_memory_utilization",
     "kv_cache_memory_bytes",
     "max_num_seqs",
     "model",
@@ -34,6 +35,16 @@ def test_settings_are_the_given_ones_over_defaults_that_this_vllm_knows() -> Non
     assert made["dtype"] == "bfloat16"
     assert made["logprobs_mode"] == "processed_logprobs"
     assert "generation_config" not in made, "an older vLLM does not know it"
+
+
+def test_an_engine_whose_cache_has_a_size_starts_on_a_gpu_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM refuses to start where less than its share is free, though it would not take that much."""
+    cache = {"kv_cache_memory_bytes": 1 << 30}
+    assert "gpu_memory_utilization" not in settings_of(cache, KNOWN, torch.bfloat16), "on a CPU it does not ask"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert settings_of(cache, KNOWN, torch.bfloat16)["gpu_memory_utilization"] == pytest.approx(0.01)
+    assert settings_of(cache | {"gpu_memory_utilization": 0.5}, KNOWN, torch.bfloat16)["gpu_memory_utilization"] == 0.5
+    assert "gpu_memory_utilization" not in settings_of({}, KNOWN, torch.bfloat16), "vLLM's own"
 
 
 @pytest.mark.parametrize(

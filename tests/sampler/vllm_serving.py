@@ -17,7 +17,7 @@ from typing import Self
 import httpx
 import torch
 
-from posttrain.sampler.vllm_engine import RECEIVER
+from posttrain.sampler.vllm_engine import LEAST_SHARE, RECEIVER
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 READY_SECONDS = 600
@@ -54,7 +54,9 @@ class Served:
         command += ["--port", str(self.port), "--host", "127.0.0.1", "--enforce-eager", "--max-num-seqs", "64"]
         command += ["--kv-cache-memory-bytes", str(1 << 27), *self.options]
         command += ["--dtype", "float32"]  # on a GPU "auto" would halve it
-        if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            command += ["--gpu-memory-utilization", str(LEAST_SHARE)]  # others may use the GPU, too
+        else:
             command += ["--block-size", "32", "--no-enable-chunked-prefill"]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])

@@ -1,7 +1,8 @@
 """What every backend that divides a model among ranks owes: the steps of one process, and its state in the same files.
 
-DeepSpeed has an environment of its own, see scripts/test_deepspeed; without it its cases are skipped. So are those of
-Megatron-core without as many GPUs as ranks; its steps are compared with those of one process on a GPU.
+DeepSpeed has an environment of its own, see scripts/test_deepspeed; without it its cases are skipped. So are those on
+GPUs without as many of them as ranks; there steps are compared with those of one process on a GPU. With GPUs at hand
+DeepSpeed computes nowhere else: its cases on a CPU are skipped then.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from posttrain.weights.gather import gathered_state
 from .batches import ragged_batch
 from .models import tiny_config, tiny_policy
 
-DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-GPUS = torch.cuda.device_count() if importlib.util.find_spec("megatron") is not None else 0
+GPUS = torch.cuda.device_count()
 TRAINERS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "ddp": {"backend": "ddp"},
@@ -46,6 +46,9 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "megatron_tp_ep": {"backend": "megatron", "tensor_parallel": 2, "megatron": {"expert_parallel": 2}},
     "megatron_on_4": {"backend": "megatron", "tensor_parallel": 2, "megatron": {"expert_parallel": 4}},
     "megatron_dp_on_4": {"backend": "megatron", "tensor_parallel": 2},
+}
+TRAINERS |= {f"{name}_nccl": TRAINERS[name] for name in ("fsdp2", "ddp", "zero2", "zero3", "zero3_offload")} | {
+    "fsdp2_offload_nccl": {"offload": True}
 }
 CASES = {"tied": "qwen3", "half_frozen": "llama", "bfloat16": "qwen3"}
 ON_GPU = {"gpu_tied": "qwen3", "gpu_frozen": "llama", "gpu_words": "qwen2", "gpu_bfloat16": "qwen3", "gpu_moe": "moe"}
@@ -62,15 +65,36 @@ WHICH = {
     "megatron_on_4": ["gpu_moe"],
     "megatron_dp_on_4": ["gpu_words", "gpu_moe"],
 }
+WHICH |= {f"{name}_nccl": ["gpu_tied", "gpu_frozen", "gpu_bfloat16"] for name in ("fsdp2", "ddp", "zero2", "zero3")}
+WHICH |= {"zero3_offload_nccl": ["gpu_bfloat16"], "fsdp2_offload_nccl": ["gpu_tied", "gpu_bfloat16"]}
 RANKS = {name: 4 if name.endswith("on_4") else 2 for name in TRAINERS}
+
+
+def on_gpus(backend: str) -> bool:
+    return WHICH[backend][0] in ON_GPU
+
+
 CLOSE = {name: 1e-2 if "bfloat16" in name else 2e-6 for name in CASES}  # of bfloat16 weights: a spacing or two
 CLOSE |= {name: 3e-2 if "bfloat16" in name else 1e-5 for name in ON_GPU}  # whose partial sums are rounded, too
 
 
-def needs(name: str) -> pytest.MarkDecorator | tuple[()]:
-    if name.startswith("megatron"):
-        return pytest.mark.skipif(RANKS[name] > GPUS, reason=f"no megatron-core on {RANKS[name]} GPUs")
-    return DEEPSPEED if name.startswith("zero") else ()
+def there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def lacks(name: str) -> str | None:
+    """What a backend cannot be run here for."""
+    package = "deepspeed" if name.startswith("zero") else "megatron" if name.startswith("megatron") else None
+    if package is not None and not there(package):
+        return f"{package} is not installed"
+    if on_gpus(name):
+        return f"it needs {RANKS[name]} GPUs, here are {GPUS}" if RANKS[name] > GPUS else None
+    return "with a GPU at hand DeepSpeed computes nowhere else" if package is not None and GPUS else None
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    reason = lacks(name)
+    return pytest.mark.skipif(reason is not None, reason=reason or "all is there")
 
 
 BACKENDS = [pytest.param(name, case, marks=needs(name)) for name in TRAINERS for case in WHICH[name]]
@@ -187,7 +211,7 @@ def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def drills(backend: str, alone: Path, folder: Path) -> None:
     """On each of two ranks, or of four."""
-    ranks = join_ranks(pick_device("cuda" if backend.startswith("megatron") else "cpu"))
+    ranks = join_ranks(pick_device("cuda" if on_gpus(backend) else "cpu"))
     trainer = TrainerConfig.model_validate(TRAINERS[backend])
     for case in WHICH[backend]:
         drill(case, trainer, ranks, folder / case)
@@ -273,14 +297,14 @@ def test_each_goes_on_from_what_the_other_has_written(done: Drills, backend: str
         assert [row["lr"] for row in rows_of(there)] == [row["lr"] for row in rows_of(done.one(case))[RESUMED:]]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
+@pytest.mark.skipif(there("deepspeed"), reason="deepspeed is installed")
 def test_without_deepspeed_the_error_says_how_to_get_it() -> None:
     trainer = TrainerConfig.model_validate(TRAINERS["zero3"])
     with pytest.raises(ModelError, match=r"pip install 'posttrain\[deepspeed\]', or set fsdp2"):
         ZeroOptimizer(policy_of("tied"), RATES, STEPS, trainer, ALONE)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="megatron-core is installed")
+@pytest.mark.skipif(there("megatron"), reason="megatron-core is installed")
 def test_without_megatron_the_error_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = TrainerConfig.model_validate(TRAINERS["megatron_dp"])
     with pytest.raises(ModelError, match=r"trainer\.backend megatron needs a GPU, and the model is on cpu"):

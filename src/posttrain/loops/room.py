@@ -33,7 +33,7 @@ from posttrain.trainer.ranks import Ranks
 log = logging.getLogger("posttrain")
 
 MAX_BATCH = 256  # of the native sampler
-VLLM_SHARE = 0.9  # vLLM's own default of gpu_memory_utilization
+VLLM_SHARE = 0.92  # vLLM's own default of gpu_memory_utilization
 VLLM_CPU_KV_GIB = 1
 MOST_RANKS = 1024
 

@@ -27,6 +27,7 @@ from posttrain.weights.adapters import Adapter
 
 BLOCK = 32  # tokens of a cached block on a CPU, where vLLM wants a multiple of 32; its own 128 share little
 CPU_KV_BYTES = 1 << 30
+LEAST_SHARE = 0.01  # of a GPU, which vLLM compares with what is free; where its cache has a size, it says nothing more
 RECEIVER = "posttrain.sampler.vllm_worker.WeightReceiver"
 OURS = {  # what the sampler depends on
     "model": "the model is model.path",
@@ -104,6 +105,8 @@ def settings_of(options: Mapping[str, Any], known: list[str], dtype: torch.dtype
                 "it made at the end of a chunk; leave it out"
             )
         defaults |= {"block_size": BLOCK, "kv_cache_memory_bytes": CPU_KV_BYTES, "enable_chunked_prefill": False}
+    elif "kv_cache_memory_bytes" in options:
+        defaults["gpu_memory_utilization"] = LEAST_SHARE
     if int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1)) == 1:
         defaults["distributed_executor_backend"] = "uni"
     fixed = {
