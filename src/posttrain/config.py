@@ -491,6 +491,11 @@ def _check_lora(config: RLConfig) -> None:
             "sampler.options.enable_lora",
             "cluster.samplers are given the adapters alone, and never merged ones; leave it out",
         )
+    if apart and config.sampler.sleep == 2:
+        raise key_error(
+            "sampler.sleep",
+            "2 gives up all weights, and cluster.samplers are given adapters alone; set 1, which keeps them",
+        )
 
 
 def _check_memory(config: RLConfig) -> None:

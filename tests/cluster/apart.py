@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -92,12 +94,19 @@ class Apart(Pooled):
     """The same with a policy on this side."""
 
     def __init__(
-        self, folder: Path, count: int, *, transport: str = "broadcast", model: ModelConfig = MODEL, **settings: Any
+        self,
+        folder: Path,
+        count: int,
+        *,
+        transport: str = "broadcast",
+        engine: Mapping[str, Any] = MappingProxyType({}),
+        model: ModelConfig = MODEL,
+        **settings: Any,
     ) -> None:
         super().__init__(folder, ClusterConfig(samplers=count, **settings))
         self.policy = Policy.from_config(model)
-        self.sampler = PoolSampler(self.pool)
-        options = SamplerConfig.model_validate({"transport": transport})
+        self.sampler = PoolSampler(self.pool, self._note)
+        options = SamplerConfig.model_validate({"transport": transport} | dict(engine))
         self.publisher = PoolPublisher(
             policy=self.policy,
             pool=self.pool,
@@ -120,6 +129,9 @@ class Apart(Pooled):
         self.watch.stop()
         self.publisher.close()
         super().close()
+
+    def _note(self, do: str) -> None:
+        self.watch.ordered = do, time.monotonic()
 
     @torch.no_grad()
     def _logprobs(self, batch: Batch) -> torch.Tensor:

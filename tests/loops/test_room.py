@@ -92,7 +92,8 @@ def test_samplers_on_the_gpus_of_ranks_count_there(half_b: Path):
     assert beside.estimate.bytes - apart.estimate.bytes == 2 * (494_032_768 * 2 + GIB + GIB // 2)
     native = room_of(config(half_b, cluster={"samplers": 1, "colocated": True}), gpu_gib=80)
     cache = 256 * 800 * (2 * 24 * 128) * 2  # max_batch rows of 769 tokens and some, of two key heads of 64 in 24 layers
-    assert native.estimate.named("rollout").parts["another engine"] == 494_032_768 * 2 + cache + GIB // 2
+    assert native.estimate.named("rollout").parts["another engine"] == 494_032_768 * 2 + cache
+    assert native.estimate.outside["CUDA contexts of samplers"] == GIB // 2
 
 
 def test_the_cheapest_layout_that_fits_is_proposed_and_fits(half_b: Path):
@@ -133,6 +134,20 @@ def test_an_engine_that_sleeps_leaves_its_memory_to_the_update(half_b: Path):
     assert asleep.estimate.host["another engine, asleep"] == 2 * 494_032_768
     server = {"engine": "vllm_server", "url": "http://127.0.0.1:8000/v1"}
     assert "keys and values" not in room_of(config(half_b, sampler=server), gpu_gib=80).estimate.named("rollout").parts
+
+
+@pytest.mark.parametrize(("level", "kept"), [(1, 2 * 2 * 494_032_768), (2, None)])
+def test_samplers_beside_a_rank_that_sleep_leave_all_but_their_contexts(half_b: Path, level: int, kept: int | None):
+    """Two on its GPU, with 20 GiB each while they are awake."""
+    beside = {"cluster": {"samplers": 2, "colocated": True}}
+    vllm = {"engine": "vllm", "options": {"gpu_memory_utilization": 0.25}}
+    awake = room_of(config(half_b, sampler=vllm, **beside), gpu_gib=80).estimate
+    asleep = room_of(config(half_b, sampler=vllm | {"sleep": level}, **beside), gpu_gib=80).estimate
+    assert asleep.named("rollout").parts == awake.named("rollout").parts
+    for name in ("backward: last layer", "optimizer step"):
+        assert awake.named(name).bytes - asleep.named(name).bytes == 40 * GIB
+    assert asleep.outside == awake.outside
+    assert asleep.host.get("another engine, asleep") == kept
 
 
 def test_a_run_that_surely_cannot_fit_is_refused_before_anything_loads(half_b: Path):

@@ -27,6 +27,7 @@ from weights.own_copy import OwnCopy
 
 SERVED = ["sampler.engine=vllm_server", "sampler.url=http://127.0.0.1:1/v1"]
 COLOCATED = ["cluster.samplers=1", "cluster.colocated=true"]
+SLEEPY = [*COLOCATED, "sampler.engine=vllm", "sampler.options.gpu_memory_utilization=0.3", "sampler.sleep=2"]
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/tiny_search.yaml"
 
 
@@ -43,7 +44,7 @@ def test_weights_are_published_before_every_rollout_and_old_logprobs_are_the_tra
     (tmp_path / "shared").mkdir()
     shared = trained(toy_config(tmp_path / "shared"))
     monkeypatch.setattr(crew, "open_sampling", _own_copy)
-    own = trained(toy_config(tmp_path / "own"))
+    own = trained(toy_config(tmp_path / "own", sampler={"engine": "vllm"}))  # by name: it rounds otherwise
     assert not own.learner.sampler_shares_weights
     assert shared.learner.sampler_shares_weights
     for step, row in metric_rows(own).items():
@@ -88,7 +89,13 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         (["sampler.options.max_bath=3"], r"no option of the engine native; did you mean max_batch\?"),
         (["sampler.transport=disk"], "go with sampler.engine: vllm or vllm_server, or with cluster.samplers"),
         (["cluster.samplers=1", "sampler.transport=memory"], "processes of their own; use shared, broadcast"),
-        (["cluster.samplers=1", "sampler.engine=vllm", "sampler.sleep=1"], "cluster.samplers do not sleep"),
+        (
+            ["cluster.samplers=1", "sampler.engine=vllm", "sampler.sleep=1"],
+            "whose memory nobody else wants; leave it out",
+        ),
+        ([*SLEEPY, "sampling.max_staleness=0"], "samples while the trainer works"),
+        ([*SLEEPY, "model.lora.rank=4"], "2 gives up all weights.*set 1, which keeps them"),
+        ([*COLOCATED, "sampler.sleep=1"], "sampler.sleep goes with sampler.engine: vllm"),
         (["sampler.transport=shared"], "shared is for cluster.samplers, and there are none"),
         (["sampler.engine=vllm", "sampler.transport=shared"], "shared is for cluster.samplers, and there are none"),
         ([*SERVED, "sampler.transport=shared"], "shared does not reach a server"),

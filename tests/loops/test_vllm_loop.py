@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from loops.ahead import EPISODES, PATIENT, TWELVE, Patient, assert_sampled_by, of_step
@@ -231,6 +232,20 @@ def test_vllm_beside_two_ranks_is_given_adapters_alone(tmp_path: Path, transport
         assert 0 < row["weights/probe_gap"] < PROBE
         assert row["weights/bytes"] < 3e5
         assert row["gap/max"] < GAP
+
+
+@pytest.mark.skipif(GPUS == 1, reason="rank and sampler want a GPU each")
+def test_vllm_beside_two_ranks_sleeps_while_they_train(run: rl.Run, tmp_path: Path) -> None:
+    """An engine that never sleeps has sampled the same. After evaluations it wakes with the weights that it kept."""
+    beside = {"cluster": {"samplers": 1, "colocated": True}, "trainer": {"ranks": 2}}
+    evaluations = {"data": {"eval": str(tmp_path / "train.jsonl")}, "eval": {"every": 1, "at_start": True}}
+    config = vllm_config(tmp_path, sampler=SAMPLER | {"sleep": 1}, **beside, **evaluations)
+    rows = [row for row in by_command(tmp_path, config) if row["step"]]
+    for row, awake in zip(rows, metric_rows(run).values(), strict=True):
+        assert 0 < row["weights/probe_gap"] < PROBE
+        assert row["reward/mean"] == pytest.approx(awake["reward/mean"], abs=1e-6)
+    after = load_file(tmp_path / "run" / "checkpoints" / "step-2" / "model.safetensors")
+    assert max(float((tensor - after[name]).abs().max()) for name, tensor in weights(run).items()) < 1e-4
 
 
 @pytest.mark.skipif(GPUS == 1, reason="rank and sampler want a GPU each")

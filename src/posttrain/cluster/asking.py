@@ -14,14 +14,17 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from posttrain.cluster.homes import Homes
+from posttrain.cluster.line import RankLost
 from posttrain.cluster.pool import Member, Message, Pool, State
 from posttrain.cluster.sampler import answer_in, counted, give, plain
 from posttrain.sampler.own_copy import NO_WEIGHTS
 from posttrain.sampler.protocol import Sampled, SamplingParams
+from posttrain.sampler.requests import SamplerError
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +40,15 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class PoolSampler:
-    """A `Sampler`."""
+    """A `Sampler`. note: hears what all are ordered to do, before they are waited for."""
 
     pool: Pool
+    note: Callable[[str], None] = lambda do: None
     given: int = NO_WEIGHTS  # the version that was given to all
     asked_again: int = 0  # requests whose sampler was lost
     loop: asyncio.AbstractEventLoop | None = None  # of the last request
+    asleep: bool = False
+    _begin: Message | None = None  # what whoever calls is told when nobody sleeps any more
     _open: dict[int, _Open] = field(default_factory=dict[int, _Open])
     _homes: Homes[Member] = field(default_factory=Homes[Member])
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -53,13 +59,16 @@ class PoolSampler:
 
     @property
     def version(self) -> int:
-        """NO_WEIGHTS while somebody waits for weights."""
-        return NO_WEIGHTS if self.pool.members(State.READY) else self.given
+        """NO_WEIGHTS while somebody waits for weights, or will when it wakes."""
+        lacking = [member for member in self.pool.members(State.ASLEEP) if member.version != self.given]
+        return NO_WEIGHTS if lacking or self.pool.members(State.READY) else self.given
 
     async def sample(
         self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
     ) -> Sampled:
-        """Raises what the sampler raises."""
+        """Raises what the sampler raises, and SamplerError while all sleep."""
+        if self.asleep:
+            raise SamplerError("the samplers are asleep: wake them, or publish a policy to them")
         number, loop = next(self._numbers), asyncio.get_running_loop()
         message = {"do": "sample", "id": number, "ids": list(ids), "params": plain(params)}
         message |= {"seed": seed, "session": session}
@@ -86,6 +95,41 @@ class PoolSampler:
         for member in self.pool.members(State.SERVING):
             self.pool.tell(member, {"do": "reset"})
 
+    def sleep(self, level: int) -> None:
+        """All give the memory of their GPUs to the ranks; see `VllmSampler.sleep`. Waits until they have, also for those
+        that load their model just now; who calls later loads none before `wake`.
+
+        Raises SamplerError when requests are open, or when one of them cannot sleep.
+        """
+        if self._open:
+            raise SamplerError(f"{len(self._open)} requests are open; samplers sleep between rollouts")
+        self.note("sleep")
+        self.asleep, self._begin = True, self.pool.begin(None)
+        self.pool.wait_for(lambda: not self.pool.members(State.LOADING))
+        there = self.pool.members(State.READY, State.SERVING)
+        for member in self._obeyed(there, {"do": "sleep", "level": level}, State.FALLS_ASLEEP):
+            if level == 2:
+                member.version = NO_WEIGHTS
+            self.pool.put(member, State.ASLEEP)
+
+    def wake(self, version: int | None = None) -> None:
+        """If they sleep, who has kept the weights of `version` (None: the last that was given) serves again, and the
+        others wait for weights, which wake them. Raises SamplerError when one of them cannot wake."""
+        if not self.asleep:
+            return
+        self.note("wake")
+        wanted = self.given if version is None else version
+        kept: list[Member] = []
+        for member in self.pool.members(State.ASLEEP):
+            if member.version == wanted:
+                kept.append(member)
+            else:
+                self.pool.put(member, State.READY)
+        for member in self._obeyed(kept, {"do": "wake"}, State.WAKES):
+            self.serve(member)
+        self.asleep = False
+        self.pool.begin(self._begin)
+
     def serve(self, member: Member) -> None:
         """From now on it gets requests: first those that nobody has."""
         self.pool.put(member, State.SERVING)
@@ -107,6 +151,17 @@ class PoolSampler:
     def waiting(self) -> dict[str, tuple[int, float]]:
         """Name -> (open requests, when the oldest was made) of every member that has some; '' where nobody has them."""
         return counted((str(asked.member or ""), asked.since) for asked in list(self._open.values()))
+
+    def _obeyed(self, members: Sequence[Member], order: Message, meanwhile: State) -> list[Member]:
+        """Who has done it: others were lost, and are replaced. Raises SamplerError for what one of them failed of."""
+        for member in members:
+            self.pool.put(member, meanwhile)
+        done: list[Member] = []
+        for member, answer in [(member, self.pool.ask(member, order)) for member in members]:
+            with suppress(RankLost):
+                answer.result()
+                done.append(member)
+        return done
 
     def _place(self, asked: _Open, before: Member | None) -> None:
         """Where it was with `before`, it goes to who serves now; another thread may have seen to it already."""

@@ -6,6 +6,7 @@
     sample    other things                                 answers one request of the rollout
     gather    gives the weights to samplers elsewhere      helps to gather
     probe     compares what these drew with the policy     helps to compute
+    room      gives freed memory back, and wakes samplers  gives back what torch has freed on its GPU
     learn     assigns credit and updates                   the same, on its share of the micro-batches
     save      gathers the shards and writes                helps to gather
     stop      ends                                         ends
@@ -36,13 +37,14 @@ from posttrain.config import ClusterConfig
 from posttrain.loops.build import load_tokenizer
 from posttrain.loops.credit import Lesson, credited, kl_of_some
 from posttrain.loops.learner import Learner, Models, staged
-from posttrain.loops.samplers import Sampling, open_sampling, sampler_of_rank
+from posttrain.loops.samplers import Sampling, empty_cache, open_sampling, sampler_of_rank, with_sleep
 from posttrain.loops.saver import Saver
 from posttrain.loops.update import update
 from posttrain.packing import Batch
 from posttrain.sampler.native import NativeSampler
 from posttrain.trainer.ranks import ALONE, Ranks
 from posttrain.weights.gather import as_json, help_to_gather
+from posttrain.weights.shared import collect
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,16 @@ class Crew:
 
     def order(self, do: str, *what: Any) -> None:
         """`what` is given to every rank as it is here."""
-        if self.watch is not None:
-            self.watch.ordered = do, time.monotonic()
+        self.note(do)
         for line in self.lines:
             line.send({"do": do})
         if self.lines and what:
             self.ranks.share(what)
+
+    def note(self, do: str) -> None:
+        """For the watch: what others are ordered to do from now on."""
+        if self.watch is not None:
+            self.watch.ordered = do, time.monotonic()
 
     def sampler(self, local: NativeSampler) -> NativeSampler | SpreadSampler:
         return SpreadSampler(local, self.lines) if self.lines else local
@@ -91,30 +97,36 @@ class Crew:
         return found
 
     def _apart(self, learner: Learner, pool: Pool) -> Sampling:
-        config, sampler = learner.config, PoolSampler(pool)
+        config, sampler = learner.config, PoolSampler(pool, self.note)
+        settings = with_sleep(config.sampler, learner.policy.device)
         publisher = PoolPublisher(
             policy=learner.policy,
             pool=pool,
             sampler=sampler,
-            settings=config.sampler,
+            settings=settings,
             order=self.order,
             logprobs=lambda batch: self._logprobs(learner, batch),
             folder=Path(config.sampler.folder or config.run.directory) / "posttrain-weights",
         )
-        sections = {name: getattr(config, name).model_dump(mode="json") for name in ("model", "sampler")}
+        sections = {"model": config.model.model_dump(mode="json"), "sampler": settings.model_dump(mode="json")}
         engines = {"engines": config.sampling.engines, "manifest": as_json(publisher.manifest)}
         pool.begin({"do": "begin", **sections, **engines})
-        return Sampling(sampler=sampler, publisher=publisher)
+        return Sampling(sampler=sampler, publisher=publisher, sleep=settings.sleep, make_room=self._make_room)
 
     def _logprobs(self, learner: Learner, batch: Batch) -> Tensor:
         self.order("probe", batch)
         return logprobs_of(learner, batch)
+
+    def _make_room(self) -> None:
+        self.order("room")
+        give_back(self.ranks)
 
     def close(self) -> None:
         if self.watch is not None:
             self.watch.stop()
         if self.pool is not None:
             self.pool.close()
+            collect()
         for line in self.lines:
             line.close()
 
@@ -140,7 +152,6 @@ def follow(ranks: Ranks) -> None:
         return
     models: Models = ranks.receive()[0]
     learner = models.load(ranks)
-    learner.sampler_shares_weights = learner.config.sampler.computes_as_trainer
     apart = learner.config.cluster.samplers
     sampler = None if apart else sampler_of_rank(learner, load_tokenizer(learner.config.model.path))
     asyncio.run(_Follower(learner, sampler, line).serve())
@@ -183,6 +194,8 @@ class _Follower:
                 help_to_gather(learner.policy)
             case "probe":
                 logprobs_of(learner, learner.ranks.receive()[0])
+            case "room":
+                give_back(learner.ranks)
             case "save":
                 self.saver.wait()
                 (draft,) = learner.ranks.receive()
@@ -193,6 +206,12 @@ class _Follower:
                 learn(learner, lesson, step)
             case _:
                 raise ValueError(f"rank 0 orders {do!r}, which is not known here: do all ranks run the same version?")
+
+
+def give_back(ranks: Ranks) -> None:
+    """What torch has freed goes back to the GPUs of all ranks before this ends on one of them; every rank has to ask."""
+    empty_cache()
+    ranks.sum(torch.zeros(1))
 
 
 @torch.no_grad()

@@ -93,10 +93,6 @@ class PoolPublisher:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
 
     @property
-    def exact(self) -> bool:
-        return self.settings.computes_as_trainer
-
-    @property
     def transport(self) -> str:
         return self.pool.settings.transport_of(self.settings)
 
@@ -110,6 +106,7 @@ class PoolPublisher:
         if self.sampler.given < 0:
             self.pool.wait_for(lambda: len(self.pool.members(State.READY)) == self.pool.count)
         self.sampler.reset()
+        self.sampler.wake(self.policy.version)
         started, self._probe_seconds = time.perf_counter(), 0.0
         gap = self._give_all()
         self.sampler.given = self.policy.version
@@ -125,6 +122,8 @@ class PoolPublisher:
         return {"cluster/sampler_restarts": self.pool.restarts, "cluster/asked_again": self.sampler.asked_again}
 
     def close(self) -> None:
+        if self._group is not None:
+            self._group.abort()
         if self._shelf is not None:
             self._shelf.close()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -103,6 +103,11 @@ class Line:
         self._reader = threading.Thread(target=work, name=str(self), daemon=True)
         self._reader.start()
 
+    def wait_for_end(self, seconds: float) -> None:
+        """Until the other end has closed the line, which has to be listened to; not longer than that."""
+        if self._reader is not None:
+            self._reader.join(max(0.0, seconds))
+
     def close(self) -> None:
         """Both ends hear it."""
         with suppress(OSError):

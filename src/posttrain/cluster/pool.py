@@ -1,8 +1,10 @@
 """The samplers of a run that are processes of their own, as rank 0 sees them.
 
-    called    its process has started and called rank 0; it is told which model to load
+    called    its process has started and called rank 0
+    loading   it was told which model to load
     ready     it has loaded the model
     serving   it has the weights of now, and its probe was right: it gets requests
+    asleep    it has given up the memory of its GPU; new weights, or an order, wake it
     lost      its line broke, or it gave no sign of life; whoever starts processes is asked to start another one
 
 Whoever is lost does not come back: what starts in its place calls as a new member of the same number.
@@ -14,8 +16,10 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -28,14 +32,19 @@ from posttrain.sampler.requests import SamplerError
 
 log = logging.getLogger("posttrain")
 Message = dict[str, Any]
+LAST_SECONDS = 5.0  # for a sampler that was told to stop
 
 
 class State(Enum):
     """See the module's docstring."""
 
-    CALLED = "loads its model"
+    CALLED = "waits to be told its model"
+    LOADING = "loads its model"
     READY = "waits for weights"
     SERVING = "serves"
+    FALLS_ASLEEP = "goes to sleep"
+    ASLEEP = "sleeps"
+    WAKES = "wakes up"
     LOST = "is lost"
 
 
@@ -102,13 +111,18 @@ class Pool:
             there = [member for _, member in sorted(self._members.items()) if member.there]
         return [member for member in there if not states or member.state in states]
 
-    def begin(self, message: Message) -> None:
-        """What every member is told first."""
+    def begin(self, message: Message | None) -> Message | None:
+        """What every member is told first, so that it loads its model; None: nothing, for now. Returns what it was."""
         with self.changed:  # whoever calls later is told by `admit`
-            self._begin = message
+            before, self._begin = self._begin, message
+            if message is None:
+                return before
             there = self.members(State.CALLED)
+            for member in there:
+                member.state = State.LOADING
         for member in there:
             self.tell(member, message)
+        return before
 
     def admit(self, line: Line) -> None:
         """Somebody calls. One who was there under this number before is lost."""
@@ -120,7 +134,9 @@ class Pool:
             log.warning("%s is there again", member)
         with self.changed:
             self._members[line.rank] = member
-            begin = self._begin
+            if (begin := self._begin) is not None:
+                member.state = State.LOADING
+            self.changed.notify_all()
         line.listen(lambda said: self._hear(member, said))
         if begin is not None:
             self.tell(member, begin)
@@ -172,14 +188,17 @@ class Pool:
             self.changed.wait_for(wanted)
 
     def close(self) -> None:
-        """Tells all to stop."""
+        """Tells all to stop, and waits for those that may hold memory of this process until they have let go of it."""
         self.exchange.close()
-        for member in self.members():
+        there, idle = self.members(), self.members(State.CALLED, State.LOADING)
+        for member in there:
             member.state = State.LOST  # its line will break now, and nobody is to mind
-            try:
+            with suppress(RankLost):
                 member.line.send({"do": "stop"})
-            except RankLost:
-                continue
+        until = time.monotonic() + LAST_SECONDS
+        for member in there:
+            if member not in idle:
+                member.line.wait_for_end(until - time.monotonic())
             member.line.close()
 
     def _hear(self, member: Member, said: Mapping[str, Any] | None) -> None:

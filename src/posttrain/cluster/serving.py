@@ -4,6 +4,8 @@
     weights    takes new ones, drops what was cached, and shows by a probe what it has
     sample     answers one request of the rollout (also: cancel, release)
     reset      drops what was cached
+    sleep      gives up the memory of its GPU until new weights come
+    wake       the same with the weights that it has kept
     stop       ends
 
 Its process says once a second that it lives. Rank 0 replaces whoever is silent for too long.
@@ -64,11 +66,13 @@ def serve() -> None:
     if begin["do"] == "stop":
         return
     engine = _engine(begin)
+    serving = _Serving(engine, line)
     line.send({"ready": True})
     try:
-        if not asyncio.run(_Serving(engine, line).serve()):
+        if not asyncio.run(serving.serve()):
             sys.exit(LEADER_GONE)
     finally:
+        serving.taking.close()
         line.close()  # its thread may be leaving a process group: the interpreter must not end under it
         if isinstance(engine, VllmSampler):
             engine.close()
@@ -152,6 +156,9 @@ class _Serving:
                 case "reset":
                     await self.answering.idle()
                     self.engine.reset()
+                case "sleep" | "wake":
+                    await self.answering.idle()
+                    self._turn(order)
                 case "weights":
                     task = asyncio.create_task(self._take(order))
                     self._giving.add(task)  # asyncio keeps none
@@ -161,6 +168,19 @@ class _Serving:
                 case do:
                     raise ValueError(f"rank 0 orders {do!r}, which is not known here: do all run the same version?")
         return False
+
+    def _turn(self, order: Mapping[str, Any]) -> None:
+        """Ranks and samplers take turns with the memory of a GPU. Nothing else is done meanwhile."""
+        said: dict[str, Any] = {"reply": order["reply"]}
+        try:
+            assert isinstance(self.engine, VllmSampler), "the config lets no other engine sleep"
+            if order["do"] == "sleep":
+                self.engine.sleep(order["level"])
+            else:
+                self.engine.wake()
+        except Exception as error:  # raised again where it was ordered
+            said["error"] = f"{type(error).__name__}: {error}"
+        self.line.send(said)
 
     async def _take(self, order: Mapping[str, Any]) -> None:
         """A later order may come while this one waits for a sampler that is gone. Requests that come before weights are

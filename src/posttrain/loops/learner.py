@@ -185,6 +185,7 @@ def make_learner(
         config=config,
         policy=policy,
         optimizer=_optimizer(policy, config.optimizer, optimizer_steps, ranks, config.trainer),
+        sampler_shares_weights=config.sampler.computes_as_trainer,
         ref=ref,
         kl_coef=config.algorithm.kl_coef,
         ranks=ranks,

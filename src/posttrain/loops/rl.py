@@ -386,7 +386,6 @@ def _assemble(
     learner = models.load(crew.ranks)
     stream_seed = config.run.seed if config.data.seed is None else config.data.seed
     sampling = crew.sampling(learner, parts.tokenizer)
-    learner.sampler_shares_weights = sampling.shares_weights
     run = Run(
         config=config,
         directory=directory,

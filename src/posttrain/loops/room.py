@@ -21,7 +21,7 @@ from posttrain.config import ConfigError, RLConfig
 from posttrain.loops.learner import needs_replica, shares_reference, wants_reference
 from posttrain.numba_code import may_compile
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
-from posttrain.runs.memory import CONTEXT, ERROR_BAND, GIB, Estimate, Plant, estimate
+from posttrain.runs.memory import ERROR_BAND, GIB, Estimate, Plant, estimate
 from posttrain.runs.model_shape import ModelShape
 from posttrain.runs.model_sizes import UnknownSizes, shape_at
 from posttrain.sampler.engine import CAPACITY_UNIT
@@ -219,9 +219,8 @@ def sampler_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int 
     if config.cluster.samplers:
         return _beside(config, shape, layout, size) if config.cluster.colocated else SamplerRoom()
     if config.sampler.engine == "vllm":
-        weights = shape.parameters * layout.dtype_bytes if config.sampler.sleep == 1 else 0
-        asleep = weights if config.sampler.sleep and layout.device == "cuda" else None
-        return SamplerRoom(engine_bytes=_vllm_bytes(options, shape, layout, size), asleep_bytes=asleep)
+        engine, asleep = _vllm_bytes(options, shape, layout, size), _asleep_bytes(config, shape, layout)
+        return SamplerRoom(engine_bytes=engine, asleep_bytes=asleep)
     if config.sampler.engine != "native":
         return SamplerRoom()  # a server's memory is its own
     return _native_room(config, shape, layout, size)
@@ -229,14 +228,23 @@ def sampler_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int 
 
 def _beside(config: RLConfig, shape: ModelShape, layout: Layout, size: int | None) -> SamplerRoom:
     """Of the samplers in processes of their own that are on the device of one rank."""
-    count, context = -(-config.cluster.samplers // layout.ranks), CONTEXT if layout.device == "cuda" else 0
+    count, asleep = -(-config.cluster.samplers // layout.ranks), None
     if config.sampler.engine == "vllm":
         one = _vllm_bytes(config.sampler.options, shape, layout, size)
+        asleep = _asleep_bytes(config, shape, layout)
     else:
         room = _native_room(config, shape, layout, size)
         keys = room.rows * room.capacity * shape.key_value_width * layout.dtype_bytes
         one = shape.parameters * layout.dtype_bytes + keys
-    return SamplerRoom(engine_bytes=count * (one + context))
+    held = None if asleep is None else count * asleep
+    return SamplerRoom(engine_bytes=count * one, asleep_bytes=held, processes=count)
+
+
+def _asleep_bytes(config: RLConfig, shape: ModelShape, layout: Layout) -> int | None:
+    """What a vLLM engine keeps in host memory while the trainer works; None: it stays awake."""
+    if not config.sampler.sleep or layout.device != "cuda":
+        return None
+    return shape.parameters * layout.dtype_bytes if config.sampler.sleep == 1 else 0
 
 
 def _native_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int | None) -> SamplerRoom:

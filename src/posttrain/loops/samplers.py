@@ -31,12 +31,9 @@ LOOK_SECONDS = 0.1
 
 
 class Publishes(Protocol):
-    """Gives the weights of `policy` to a sampler of its own. exact: the sampler computes just what the trainer does."""
+    """Gives the weights of `policy` to a sampler of its own."""
 
     policy: Policy
-
-    @property
-    def exact(self) -> bool: ...
 
     async def publish(self) -> Published: ...
 
@@ -45,29 +42,31 @@ class Publishes(Protocol):
     def close(self) -> None: ...
 
 
+def empty_cache() -> None:
+    """Memory that torch has freed, and keeps for itself, goes back to the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @dataclass(slots=True, kw_only=True)
 class Sampling:
     """A sampler for training, and how new weights get into it. publisher: of one that has weights of its own.
 
     With `sleep` an engine and the trainer take turns with the memory of a GPU: rollout -> `rest` -> update -> `refresh`
-    (what torch has freed goes back to the device, the engine's weights come, then its cache) -> rollout.
+    (`make_room`: what torch has freed goes back to the device; the engine's weights come, then its cache) -> rollout.
     """
 
     sampler: Any  # a Sampler with `reset`
     publisher: Publishes | None = None
     sleep: Literal[0, 1, 2] = 0
+    make_room: Callable[[], None] = empty_cache
     resting: bool = False
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether log-probs of the sampler are the trainer's: the same code, the same weights."""
-        return self.publisher is None or self.publisher.exact
 
     async def refresh(self, metrics: Metrics | None = None) -> None:
         """Before every rollout and evaluation: the weights of now, and nothing cached."""
         started = time.perf_counter()
-        if self.resting and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if self.resting:
+            self.make_room()
         if self.publisher is None or self.sampler.version == self.publisher.policy.version:
             if self.resting:
                 self.sampler.wake()
@@ -137,7 +136,8 @@ def published_sampling(config: RLConfig, tokenizer: Any, policy: Policy) -> Samp
     """vLLM, in this process or behind a server, which gets the weights of `policy`."""
     settings = config.sampler
     if settings.engine == "vllm":
-        engine = VllmSampler(policy, tokenizer, truncation="allow", **_can_sleep(settings, policy) | settings.options)
+        options = with_sleep(settings, policy.device).options
+        engine = VllmSampler(policy, tokenizer, truncation="allow", **options)
     else:
         assert settings.url is not None
         how = {"model": settings.model, "token": _token(settings), **settings.options}
@@ -177,11 +177,14 @@ async def _renewed(
         over.set()
 
 
-def _can_sleep(settings: SamplerConfig, policy: Policy) -> dict[str, bool]:
-    if settings.sleep and policy.device.type != "cuda":
-        log.warning("sampler.sleep: vLLM goes to sleep on a GPU only; on a %s it frees nothing", policy.device.type)
-        return {}
-    return {"enable_sleep_mode": True} if settings.sleep else {}
+def with_sleep(settings: SamplerConfig, device: torch.device) -> SamplerConfig:
+    """With the option that vLLM needs for `sleep` on a GPU."""
+    if not settings.sleep:
+        return settings
+    if device.type != "cuda":
+        log.warning("sampler.sleep: vLLM goes to sleep on a GPU only; on a %s it frees nothing", device.type)
+        return settings
+    return settings.model_copy(update={"options": {"enable_sleep_mode": True} | settings.options})
 
 
 def ready_sampler(config: RLConfig, tokenizer: Any, load: Callable[[], Policy]) -> Sampler:

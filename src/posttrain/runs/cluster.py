@@ -70,9 +70,13 @@ def check_apart(sampler: SamplerConfig, cluster: ClusterConfig) -> None:
         raise key_error(
             "sampler.transport", "cluster.samplers are processes of their own; use shared, broadcast or disk"
         )
-    if sampler.sleep:
-        raise key_error("sampler.sleep", "cluster.samplers do not sleep; leave it out")
     if not cluster.colocated:
+        if sampler.sleep:
+            raise key_error(
+                "sampler.sleep",
+                "cluster.samplers have GPUs of their own, whose memory nobody else wants; leave it out, or set "
+                "cluster.colocated",
+            )
         return
     if sampler.transport == "broadcast":
         raise key_error(

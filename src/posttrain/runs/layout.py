@@ -89,3 +89,4 @@ class SamplerRoom:
     graphs: bool = False
     engine_bytes: int = 0  # of another engine, its weights included
     asleep_bytes: int | None = None  # of it in host memory while the trainer works; None: it stays awake
+    processes: int = 0  # that hold it, beside the process itself

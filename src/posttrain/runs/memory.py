@@ -292,7 +292,9 @@ def _outside(plant: Plant) -> dict[str, int]:
         return {}
     layout = plant.layout
     groups = sum(size > 1 for size in (layout.ranks, layout.tensor_parallel, layout.sequence_parallel))
-    return {"CUDA context": CONTEXT} | ({"NCCL": groups * COMMUNICATOR} if groups else {})
+    parts = {"CUDA context": CONTEXT} | ({"NCCL": groups * COMMUNICATOR} if groups else {})
+    beside = plant.sampler.processes
+    return parts | ({"CUDA contexts of samplers": beside * CONTEXT} if beside else {})
 
 
 def _host(plant: Plant) -> dict[str, int]:

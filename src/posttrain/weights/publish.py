@@ -99,8 +99,6 @@ class Publisher:
     meanwhile, if not in the system's temporary folder. max_gap: of the probe; None = by the dtype.
     """
 
-    exact = False  # an engine rounds otherwise
-
     def __init__(
         self,
         policy: Policy,

@@ -49,6 +49,7 @@ class Shelf:
 
     def close(self) -> None:
         """Nobody can open them any more; who has opened them holds them."""
+        self.buffers.clear()
         for file in self._files:
             file.close()
 
@@ -77,6 +78,12 @@ def opened(ticket: dict[str, Any]) -> Tensor:
             f"buffers of rank 0 cannot be opened here ({error}); both processes must run on one machine, in one "
             "container, and GPUs must reach each other; else set sampler.transport to broadcast or disk"
         ) from error
+
+
+def collect() -> None:
+    """Frees the buffers of shelves that are closed and that no other process holds any more."""
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
 
 
 def hand_over(
