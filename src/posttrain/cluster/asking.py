@@ -96,8 +96,8 @@ class PoolSampler:
             self.pool.tell(member, {"do": "reset"})
 
     def sleep(self, level: int) -> None:
-        """All give the memory of their GPUs to the ranks; see `VllmSampler.sleep`. Waits until they have, also for those
-        that load their model just now; who calls later loads none before `wake`.
+        """All give the memory of their GPUs to the ranks; see `VllmSampler.sleep`. Waits until they have, and before
+        that for those that load their model just now; who calls later loads none until the others wake.
 
         Raises SamplerError when requests are open, or when one of them cannot sleep.
         """

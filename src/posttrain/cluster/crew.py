@@ -6,7 +6,7 @@
     sample    other things                                 answers one request of the rollout
     gather    gives the weights to samplers elsewhere      helps to gather
     probe     compares what these drew with the policy     helps to compute
-    room      gives freed memory back, and wakes samplers  gives back what torch has freed on its GPU
+    room      gives freed memory back to its GPU           the same, so that samplers there can wake
     learn     assigns credit and updates                   the same, on its share of the micro-batches
     save      gathers the shards and writes                helps to gather
     stop      ends                                         ends
@@ -209,7 +209,7 @@ class _Follower:
 
 
 def give_back(ranks: Ranks) -> None:
-    """What torch has freed goes back to the GPUs of all ranks before this ends on one of them; every rank has to ask."""
+    """What torch has freed goes back to the GPUs, on all ranks before this ends on any; every rank has to ask."""
     empty_cache()
     ranks.sum(torch.zeros(1))
 
