@@ -13,6 +13,7 @@ from cluster.apart import MODEL, apart
 from posttrain.cluster.pool import State
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
+from posttrain.sampler.requests import SamplerError
 from posttrain.trainer.loading import LoraConfig
 from posttrain.trainer.policy import Policy
 from posttrain.weights.publish import WeightError
@@ -147,6 +148,15 @@ def test_samplers_of_another_machine_are_refused_shared_memory(tmp_path: Path):
             asyncio.run(run.publisher.publish())
         member.line.said["machine"] = here
         assert asyncio.run(run.publisher.publish()).probe_gap < 1e-4
+
+
+def test_an_order_that_a_sampler_fails_of_is_raised_by_its_name(tmp_path: Path):
+    """Only vLLM can sleep, which the config knows."""
+    with apart(tmp_path, 1) as run:
+        run.wait_for(1, State.READY)
+        with pytest.raises(SamplerError, match=r"order to sleep failed \(sampler 0: .*no other engine.*sampler\.sleep"):
+            run.sampler.sleep(1)
+        assert not run.replaced
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "shared"])

@@ -15,7 +15,6 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from posttrain.cluster.homes import Homes
@@ -158,9 +157,16 @@ class PoolSampler:
             self.pool.put(member, meanwhile)
         done: list[Member] = []
         for member, answer in [(member, self.pool.ask(member, order)) for member in members]:
-            with suppress(RankLost):
+            try:
                 answer.result()
                 done.append(member)
+            except RankLost:
+                continue
+            except SamplerError as error:
+                raise SamplerError(
+                    f"the order to {order['do']} failed ({error}); if the GPU has no room, lower "
+                    "sampler.options.gpu_memory_utilization; without sampler.sleep there is no such order"
+                ) from error
         return done
 
     def _place(self, asked: _Open, before: Member | None) -> None:
