@@ -81,17 +81,25 @@ def test_answers_are_the_same_after_a_sleep_and_none_are_given_meanwhile(two: Ap
 def test_one_that_is_replaced_amid_a_sleep_loads_its_model_when_the_others_wake(
     two: Apart, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is killed while both sleep. Later the other one hangs when it is told to sleep."""
+    """It is killed while both sleep; when it loads its model, the next sleep waits for it, and weights wake both. Later
+    the other one hangs when it is told to sleep."""
 
     async def work(run: Apart) -> None:
+        await run.publisher.publish()
         first = await asked(run.sampler)
         run.sampler.sleep(1)
+        run.sampler.sleep(1)  # nothing more: who is replaced is told its model all the same
         run.processes.kill(0)
         await asyncio.to_thread(run.wait_for, 1, State.CALLED)
         assert states(run) == [State.CALLED, State.ASLEEP]
         run.sampler.wake()
         same(await asked(run.sampler), first)
-        await asyncio.to_thread(run.wait_for, 2, State.SERVING)
+        assert states(run) == [State.LOADING, State.SERVING]
+        run.sampler.sleep(1)
+        assert states(run) == [State.ASLEEP] * 2
+        assert run.sampler.version == -1, "the new one has no weights to wake with"
+        await run.publisher.publish()
+        assert states(run) == [State.SERVING] * 2
         same(await asked(run.sampler), first)
         run.processes.kill(1, signal.SIGSTOP)
         run.sampler.sleep(2)

@@ -234,7 +234,7 @@ def test_vllm_beside_two_ranks_is_given_adapters_alone(tmp_path: Path, transport
         assert row["gap/max"] < GAP
 
 
-@pytest.mark.skipif(GPUS == 1, reason="rank and sampler want a GPU each")
+@pytest.mark.skipif(GPUS == 1, reason="two ranks want a GPU each")
 def test_vllm_beside_two_ranks_sleeps_while_they_train(run: rl.Run, tmp_path: Path) -> None:
     """An engine that never sleeps has sampled the same. After evaluations it wakes with the weights that it kept."""
     beside = {"cluster": {"samplers": 1, "colocated": True}, "trainer": {"ranks": 2}}

@@ -96,10 +96,13 @@ class PoolSampler:
 
     def sleep(self, level: int) -> None:
         """All give the memory of their GPUs to the ranks; see `VllmSampler.sleep`. Waits until they have, and before
-        that for those that load their model just now; who calls later loads none until the others wake.
+        that for those that load their model just now; who calls later loads none until the others wake. When they
+        sleep already, nothing is done.
 
         Raises SamplerError when requests are open, or when one of them cannot sleep.
         """
+        if self.asleep:
+            return
         if self._open:
             raise SamplerError(f"{len(self._open)} requests are open; samplers sleep between rollouts")
         self.note("sleep")
@@ -165,7 +168,8 @@ class PoolSampler:
             except SamplerError as error:
                 raise SamplerError(
                     f"the order to {order['do']} failed ({error}); if the GPU has no room, lower "
-                    "sampler.options.gpu_memory_utilization; without sampler.sleep there is no such order"
+                    "gpu_memory_utilization or kv_cache_memory_bytes of sampler.options, whichever is set; without "
+                    "sampler.sleep there is no such order"
                 ) from error
         return done
 

@@ -4,7 +4,8 @@
     loading   it was told which model to load
     ready     it has loaded the model
     serving   it has the weights of now, and its probe was right: it gets requests
-    asleep    it has given up the memory of its GPU; new weights, or an order, wake it
+    asleep    it has given up the memory of its GPU; new weights, or an order, wake it. Before and after that it goes to
+              sleep, or wakes up: it was ordered to, and has not said yet that it has
     lost      its line broke, or it gave no sign of life; whoever starts processes is asked to start another one
 
 Whoever is lost does not come back: what starts in its place calls as a new member of the same number.
