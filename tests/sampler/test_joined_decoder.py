@@ -82,7 +82,7 @@ def test_whatever_it_does_not_know_goes_through_the_modules() -> None:
     assert joined_decoder(policy("gemma3")) is None
     model = policy("llama")
     trial = Trial(model)
-    decoder = JoinedDecoder(model.decoder, trial.how, compiled=False)
+    decoder = JoinedDecoder(model.decoder, trial.how)
     assert trial.agrees(decoder)
     with torch.no_grad():
         model.decoder.layers[0].mlp.down_proj.weight.mul_(1.01)  # type: ignore[index, operator, union-attr]

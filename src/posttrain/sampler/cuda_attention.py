@@ -2,8 +2,9 @@
 
     out_b = softmax(scale * q_b [K_leader[:shared], K_row[shared:position], k_new]) [V_leader .., V_row .., v_new]
 
-Sequences whose first `shared` tokens are the same read them from one row (the leader's), which then stays in the L2
-cache instead of being fetched once per sequence. A long past is cut into `splits` parts, which a second kernel merges.
+Sequences whose first `shared` tokens are the same form teams: a program reads these keys once for the queries of a
+whole team, and other programs read what each sequence has of its own. A long past is cut into parts besides. Whoever
+leaves the last part of a sequence merges all of them, weighted by their share of the softmax's denominator.
 Only bookkeeping tensors say where everything stands, so that a CUDA graph can replay the launch unchanged.
 """
 
@@ -15,11 +16,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from posttrain.sampler.cuda_launch import counters, starts_early
+from posttrain.sampler.decode_ahead import TEAM
 
 BLOCK = 64  # keys at a time
 SMALLEST_GROUP = 16  # queries of a key head, padded to what tensor cores take
 PROGRAMS_WANTED = 256  # about two per multiprocessor of an H100
 MOST_SPLITS = 32
+TEAM_SPLITS = 4  # parts of what a team shares
+TEAM_QUERIES = 128  # at most, with padding
 
 
 def splits_for(sequences: int, key_heads: int, capacity: int) -> int:
@@ -28,12 +35,18 @@ def splits_for(sequences: int, key_heads: int, capacity: int) -> int:
     return max(1, min(wanted, capacity // (2 * BLOCK), MOST_SPLITS))
 
 
+def team_size(heads: int, key_heads: int) -> int:
+    """How many sequences one program reads shared keys for; a power of two."""
+    return max(1, min(TEAM, TEAM_QUERIES // triton.next_power_of_2(heads // key_heads)))
+
+
 def decode_attention(
     query: Tensor,  # [H, B, D], the last dimension contiguous
     new_key: Tensor,  # [Hkv, B, D]
     new_value: Tensor,  # [Hkv, B, Dv]
     layer: tuple[Tensor, Tensor],  # K [rows, Hkv, capacity, D], V [rows, Hkv, capacity, Dv], contiguous
-    places: Tensor,  # [4, B] long: row, leader's row, tokens shared with the leader, position of the new token
+    places: Tensor,  # [5, B] long: row, leader's row, tokens shared with it, tokens that a team reads, position
+    teams: Tensor,  # [n, members] long: columns of a team, -1 where there are fewer
     *,
     scaling: float,
     window: int | None,
@@ -43,102 +56,187 @@ def decode_attention(
     keys, values = layer
     heads, count, dim = query.shape
     key_heads, value_dim = new_value.shape[0], new_value.shape[2]
+    group, members = heads // key_heads, teams.shape[1]
     out = torch.empty(count, heads, value_dim, dtype=query.dtype, device=query.device)
-    partial, lse = out, out
-    if splits > 1:
-        partial = torch.empty(count, heads, splits, value_dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(count, heads, splits, dtype=torch.float32, device=query.device)
-    group = heads // key_heads
-    _attend[(count, key_heads, splits)](
-        query, new_key, new_value, keys, values, places, out, partial, lse,
+    parts = splits + TEAM_SPLITS
+    partial = torch.empty(count, heads, parts, value_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(count, heads, parts, dtype=torch.float32, device=query.device)
+    early = starts_early(query.device)
+    _attend[(len(teams) * TEAM_SPLITS + count * splits, key_heads)](
+        query, new_key, new_value, keys, values, places, teams, out, partial, lse,
+        counters(query.device, count * key_heads),
         *query.stride()[:2], *new_key.stride()[:2], *new_value.stride()[:2],
-        places.stride(0), keys.shape[2], scaling, keys.shape[2] if window is None else window, splits,
+        places.stride(0), keys.shape[2], scaling, keys.shape[2] if window is None else window,
+        len(teams) * TEAM_SPLITS, splits,
+        TEAM_SPLITS=TEAM_SPLITS, MEMBERS=members, MEMBER=max(triton.next_power_of_2(group), SMALLEST_GROUP // members),
         KEY_HEADS=key_heads, GROUP=group, GROUP_PAD=max(SMALLEST_GROUP, triton.next_power_of_2(group)),
         D=dim, D_PAD=max(16, triton.next_power_of_2(dim)),
         DV=value_dim, DV_PAD=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK=BLOCK, WHOLE=splits == 1,
+        BLOCK=BLOCK, EARLY=early, launch_pdl=early,
         num_warps=4 if dim <= 128 else 8, num_stages=3 if dim <= 128 else 2,
     )  # fmt: skip
-    if splits > 1:
-        pad = triton.next_power_of_2(value_dim)
-        _merge[(count, heads)](partial, lse, out, splits, HEADS=heads, DV=value_dim, DV_PAD=pad, MOST=MOST_SPLITS)
     return out
 
 
 @triton.jit
 def _attend(
-    query, new_key, new_value, keys, values, places, out, partial, lse,
-    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, splits,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    query, new_key, new_value, keys, values, places, teams, out, partial, lse, arrived,
+    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, team_programs, splits,
+    TEAM_SPLITS: tl.constexpr, MEMBERS: tl.constexpr, MEMBER: tl.constexpr, KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One (sequence, key head, split): all queries of the group, the keys of the split."""
-    b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, leader = tl.load(places + b), tl.load(places + places_stride + b)
-    shared, position = tl.load(places + 2 * places_stride + b), tl.load(places + 3 * places_stride + b)
-    g, d, dv = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
-    heads = head * GROUP + g
-    q_there = (g[:, None] < GROUP) & (d[None, :] < D)
-    q = tl.load(query + heads[:, None] * q_head + b * q_token + d[None, :], mask=q_there, other=0.0)
-    low = tl.maximum(position + 1 - window, 0)
-    span = tl.cdiv(tl.cdiv(position - low, splits), BLOCK) * BLOCK
-    first = low + split * span
-    last = tl.minimum(first + span, position)
-    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    sums = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
-    for start in range(first, last, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        there = token < last
-        place = (tl.where(token < shared, leader, row) * KEY_HEADS + head) * capacity + token
-        k = tl.load(keys + place[None, :] * D + d[:, None], mask=there[None, :] & (d[:, None] < D), other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scaling
-        scores = tl.where(there[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp(scores - higher[:, None])
-        shrink = tl.exp(top - higher)
-        v = tl.load(values + place[:, None] * DV + dv[None, :], mask=there[:, None] & (dv[None, :] < DV), other=0.0)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        top = higher
-    if split == splits - 1:  # the new token itself, which nobody has to find in the cache
-        place = (row * KEY_HEADS + head) * capacity + position
-        k = tl.load(new_key + head * k_head + b * k_token + d, mask=d < D, other=0.0)
-        v = tl.load(new_value + head * v_head + b * v_token + dv, mask=dv < DV, other=0.0)
-        tl.store(keys + place * D + d, k, mask=d < D)
-        tl.store(values + place * DV + dv, v, mask=dv < DV)
-        score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scaling
-        higher = tl.maximum(top, score)
-        weight = tl.exp(score - higher)
-        shrink = tl.exp(top - higher)
-        sums = sums * shrink[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
-        total = total * shrink + weight
-        top = higher
-    out_there = (g[:, None] < GROUP) & (dv[None, :] < DV)
-    number = b * KEY_HEADS * GROUP + heads
-    if WHOLE:
-        result = (sums / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + number[:, None] * DV + dv[None, :], result, mask=out_there)
+    """One (team, part of what it shares) or one (sequence, part of its own), for one key head."""
+    program, head = tl.program_id(0), tl.program_id(1)
+    parts = splits + TEAM_SPLITS
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    if program < team_programs:
+        team, split = program // TEAM_SPLITS, program % TEAM_SPLITS
+        first_member = tl.load(teams + team * MEMBERS)
+        if first_member >= 0:
+            row = tl.arange(0, MEMBERS * MEMBER)
+            g = row % MEMBER
+            column = tl.load(teams + team * MEMBERS + row // MEMBER)
+            valid = (g < GROUP) & (column >= 0)
+            column = tl.maximum(column, 0)
+            leader = tl.load(places + places_stride + first_member)
+            shared = tl.load(places + 3 * places_stride + first_member)
+            low = tl.maximum(tl.load(places + 4 * places_stride + column) + 1 - window, 0)
+            span = tl.cdiv(tl.cdiv(shared, TEAM_SPLITS), BLOCK) * BLOCK
+            first = split * span
+            last = tl.minimum(first + span, shared)
+            heads = head * GROUP + g
+            d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+            q_there = valid[:, None] & (d[None, :] < D)
+            place = heads[:, None] * q_head + column[:, None] * q_token + d[None, :]
+            q = tl.load(query + place, mask=q_there, other=0.0)
+            top = tl.full([MEMBERS * MEMBER], float("-inf"), tl.float32)
+            total = tl.zeros([MEMBERS * MEMBER], tl.float32)
+            sums = tl.zeros([MEMBERS * MEMBER, DV_PAD], tl.float32)
+            base = (leader * KEY_HEADS + head) * capacity
+            for start in range(first, last, BLOCK):
+                token = start + tl.arange(0, BLOCK)
+                there = token < last
+                seen = there[None, :] & (token[None, :] >= low[:, None])
+                k, v = _keys(keys, values, base + token, there, d, dv, D, DV)
+                top, total, sums = _seen(q, k, v, seen, top, total, sums, scaling)
+            number = column * KEY_HEADS * GROUP + heads
+            _leave(partial, lse, number * parts + splits + split, valid, dv, top, total, sums, DV)
+            tl.debug_barrier()
+            member = tl.arange(0, MEMBERS)
+            columns = tl.load(teams + team * MEMBERS + member)
+            counter = arrived + columns * KEY_HEADS + head
+            done = tl.atomic_add(counter, 1, mask=columns >= 0, sem="acq_rel") == parts - 1
+            done = done & (columns >= 0)
+            tl.debug_barrier()
+            tl.store(counter, 0, mask=done)
+            mine = tl.reshape(tl.broadcast_to(done[:, None], [MEMBERS, MEMBER]), [MEMBERS * MEMBER])
+            if tl.max(mine.to(tl.int32), 0) > 0:
+                _merge(partial, lse, out, number, mine & valid, dv, parts, parts, MEMBERS * MEMBER, DV, DV_PAD)
     else:
-        some = total > 0
-        normal = sums / tl.where(some, total, 1.0)[:, None]
-        tl.store(partial + (number[:, None] * splits + split) * DV + dv[None, :], normal, mask=out_there)
-        sizes = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-        tl.store(lse + number * splits + split, sizes, mask=g < GROUP)
+        program -= team_programs
+        b, split = program // splits, program % splits
+        row, leader = tl.load(places + b), tl.load(places + places_stride + b)
+        shared, position = tl.load(places + 2 * places_stride + b), tl.load(places + 4 * places_stride + b)
+        begin = tl.load(places + 3 * places_stride + b)
+        g, d, dv = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+        heads = head * GROUP + g
+        q_there = (g[:, None] < GROUP) & (d[None, :] < D)
+        q = tl.load(query + heads[:, None] * q_head + b * q_token + d[None, :], mask=q_there, other=0.0)
+        low = tl.maximum(position + 1 - window, begin)
+        span = tl.cdiv(tl.cdiv(position - low, splits), BLOCK) * BLOCK
+        first = low + split * span
+        last = tl.minimum(first + span, position)
+        top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PAD], tl.float32)
+        sums = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
+        for start in range(first, last, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            there = token < last
+            place = (tl.where(token < shared, leader, row) * KEY_HEADS + head) * capacity + token
+            k, v = _keys(keys, values, place, there, d, dv, D, DV)
+            top, total, sums = _seen(q, k, v, there[None, :], top, total, sums, scaling)
+        if split == splits - 1:  # the new token itself, which nobody has to find in the cache
+            place = (row * KEY_HEADS + head) * capacity + position
+            k = tl.load(new_key + head * k_head + b * k_token + d, mask=d < D, other=0.0)
+            v = tl.load(new_value + head * v_head + b * v_token + dv, mask=dv < DV, other=0.0)
+            tl.store(keys + place * D + d, k, mask=d < D)
+            tl.store(values + place * DV + dv, v, mask=dv < DV)
+            score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scaling
+            higher = tl.maximum(top, score)
+            weight = tl.exp(score - higher)
+            shrink = tl.exp(top - higher)
+            sums = sums * shrink[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
+            total = total * shrink + weight
+            top = higher
+        valid = g < GROUP
+        number = b * KEY_HEADS * GROUP + heads
+        expected = splits + tl.where(begin > 0, TEAM_SPLITS, 0)
+        if expected == 1:
+            there = valid[:, None] & (dv[None, :] < DV)
+            result = (sums / total[:, None]).to(out.dtype.element_ty)
+            tl.store(out + number[:, None] * DV + dv[None, :], result, mask=there)
+        else:
+            _leave(partial, lse, number * parts + split, valid, dv, top, total, sums, DV)
+            tl.debug_barrier()
+            counter = arrived + b * KEY_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == expected - 1:
+                tl.store(counter, 0)
+                _merge(partial, lse, out, number, valid, dv, parts, expected, GROUP_PAD, DV, DV_PAD)
+
+
+@triton.jit
+def _keys(keys, values, place, there, d, dv, D: tl.constexpr, DV: tl.constexpr):
+    """A block of keys [D, tokens] and of values [tokens, Dv]."""
+    k = tl.load(keys + place[None, :] * D + d[:, None], mask=there[None, :] & (d[:, None] < D), other=0.0)
+    v = tl.load(values + place[:, None] * DV + dv[None, :], mask=there[:, None] & (dv[None, :] < DV), other=0.0)
+    return k, v
+
+
+@triton.jit
+def _seen(q, k, v, there, top, total, sums, scaling):
+    """One more block of keys in a running softmax; queries that have seen none yet stay at -inf."""
+    scores = tl.dot(q, k, input_precision="ieee") * scaling
+    scores = tl.where(there, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(scores - safe[:, None])
+    shrink = tl.exp(top - safe)
+    sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return higher, total * shrink + tl.sum(weights, 1), sums
+
+
+@triton.jit
+def _leave(partial, lse, part, valid, dv, top, total, sums, DV: tl.constexpr):
+    """A part for whoever merges, normalised, with the logarithm of its denominator."""
+    some = total > 0
+    normal = sums / tl.where(some, total, 1.0)[:, None]
+    tl.store(partial + part[:, None] * DV + dv[None, :], normal, mask=valid[:, None] & (dv[None, :] < DV))
+    sizes = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    tl.store(lse + part, sizes, mask=valid)
 
 
 @triton.jit
 def _merge(
-    partial, lse, out, splits, HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, MOST: tl.constexpr,
+    partial, lse, out, number, valid, dv, parts, expected,
+    ROWS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One (sequence, head): the parts, weighted by their share of the softmax's denominator."""
-    number = tl.program_id(0) * HEADS + tl.program_id(1)
-    part, dv = tl.arange(0, MOST), tl.arange(0, DV_PAD)
-    sizes = tl.load(lse + number * splits + part, mask=part < splits, other=float("-inf"))
-    weights = tl.exp(sizes - tl.max(sizes, 0))
-    weights = weights / tl.sum(weights, 0)
-    there = (part[:, None] < splits) & (dv[None, :] < DV)
-    parts = tl.load(partial + (number * splits + part)[:, None] * DV + dv[None, :], mask=there, other=0.0)
-    result = tl.sum(parts * weights[:, None], 0)
-    tl.store(out + number * DV + dv, result.to(out.dtype.element_ty), mask=dv < DV)
+    """The first `expected` parts of the queries `number`, which others have left just now."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DV_PAD], tl.float32)
+    there = valid[:, None] & (dv[None, :] < DV)
+    for part in range(expected):
+        place = number * parts + part
+        size = tl.load(lse + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        normal = tl.load(partial + place[:, None] * DV + dv[None, :], mask=there, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, size)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, shrink = tl.exp(size - safe), tl.exp(top - safe)
+        sums = sums * shrink[:, None] + normal * weight[:, None]
+        total = total * shrink + weight
+        top = higher
+    result = sums / tl.where(valid, total, 1.0)[:, None]
+    tl.store(out + number[:, None] * DV + dv[None, :], result.to(out.dtype.element_ty), mask=there)

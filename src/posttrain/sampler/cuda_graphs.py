@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posttrain.sampler.cuda_attention import decode_attention, splits_for
 from posttrain.sampler.cuda_draw import draw_and_advance
-from posttrain.sampler.decode_ahead import POSITION, TOKEN, Columns
+from posttrain.sampler.decode_ahead import POSITION, TOKEN, Columns, teams_for
 from posttrain.sampler.joined_decoder import joined_decoder
 from posttrain.sampler.kv_cache import KVCache
 from posttrain.trainer.fused import head_product
@@ -28,7 +28,8 @@ class DecodeAttention:
     """The attention context of a step: the new token of every sequence, see `decode_attention`."""
 
     cache: KVCache
-    places: Tensor  # [4, B]
+    places: Tensor  # [5, B]
+    teams: Tensor  # [n, members]
 
     def attend(
         self,
@@ -50,6 +51,7 @@ class DecodeAttention:
             value,
             self.cache.layer(layer_idx),
             self.places,
+            self.teams,
             scaling=scaling,
             window=sliding_window,
             splits=splits_for(query.shape[1], key.shape[0], self.cache.capacity),
@@ -125,7 +127,7 @@ class CudaGraphs:
 
     def _step(self, size: int, out: Tensor) -> None:
         state = self._columns.state[:, :size]
-        attention = DecodeAttention(self._cache, state[: POSITION + 1])
+        attention = DecodeAttention(self._cache, state[: POSITION + 1], self._columns.teams[: teams_for(size)])
         hidden = self._decoder.hidden_states(state[TOKEN], state[POSITION], attention)[0]
         head = head_of(self._policy.module)
         logits = head_product(hidden, head.weight, head.bias)

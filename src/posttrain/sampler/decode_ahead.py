@@ -20,7 +20,8 @@ from torch import Tensor
 from posttrain.sampler.kv_cache import KVCache
 from posttrain.sampler.requests import Request
 
-ROW, LEADER, SHARED, POSITION, TOKEN, STREAM, NUMBER = range(7)  # rows of the state, a column per sequence
+ROW, LEADER, SHARED, TOGETHER, POSITION, TOKEN, STREAM, NUMBER = range(8)  # rows of the state, a column per sequence
+TEAM = 8  # sequences whose shared tokens are read together
 COARSER = ((16, 16), (64, 32))  # (sequences, multiple): larger batches are padded to a multiple
 
 
@@ -28,6 +29,26 @@ def bucket_of(count: int) -> int:
     """The batch size that serves `count` sequences; at least 2, for 1 is a special case to compilers."""
     multiple = next((multiple for least, multiple in reversed(COARSER) if count > least), None)
     return max(2, 1 << (count - 1).bit_length()) if multiple is None else -(-count // multiple) * multiple
+
+
+def teams_for(size: int) -> int:
+    """How many teams a batch has room for."""
+    return max(1, size // 4)
+
+
+def teams_of(families: Sequence[tuple[int, int]], members: int, most: int) -> list[list[int]]:
+    """Columns with the same leader and as many shared tokens, in teams; families that save most reading come first,
+    and have all of their columns in teams or none."""
+    columns: dict[tuple[int, int], list[int]] = {}
+    for column, family in enumerate(families):
+        if family[1]:
+            columns.setdefault(family, []).append(column)
+    teams: list[list[int]] = []
+    for _, alike in sorted(columns.items(), key=lambda item: item[0][1] * (1 - len(item[1]))):
+        parts = [alike[start : start + members] for start in range(0, len(alike), members)]
+        if min(members, len(alike)) > 1 and len(teams) + len(parts) <= most:
+            teams += parts
+    return teams
 
 
 class Step(Protocol):
@@ -52,13 +73,17 @@ class Steps(Protocol):
 class Columns:
     """What the steps read and move on, on the device. Columns from the last sequence on repeat it (see `_padded`)."""
 
-    state: Tensor  # [7, most] long: row, leader's row, tokens shared with it, position, token, stream, number of draw
+    state: Tensor  # [8, most] long: row, leader's row, tokens shared with it, those that its team reads, position,
+    # token, stream, number of draw
     temperatures: Tensor  # [most] float32; 0 = greedy
+    teams: Tensor  # [most // 4, members] long: columns whose shared tokens are read together, -1 where there are fewer
 
     @classmethod
-    def of(cls, max_batch: int, device: torch.device) -> Columns:
+    def of(cls, max_batch: int, device: torch.device, *, members: int = TEAM) -> Columns:
         most = bucket_of(max_batch)
-        return cls(torch.zeros(7, most, dtype=torch.long, device=device), torch.ones(most, device=device))
+        state = torch.zeros(8, most, dtype=torch.long, device=device)
+        teams = torch.full((teams_for(most), members), -1, dtype=torch.long, device=device)
+        return cls(state, torch.ones(most, device=device), teams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +98,7 @@ class Landed:
 @dataclass(slots=True)
 class _Flight:
     requests: list[Request]
+    families: list[tuple[int, int]]  # leader's row and tokens shared with it, of each
     step: Step
 
     def read(self) -> list[Landed]:
@@ -110,16 +136,17 @@ class DecodeAhead:
         self._load(requests, families)
         self._fuel = self._cache.capacity - max(len(r.ids) for r in requests)
         self.flown = 0
-        self._in_air = self._launch(list(requests))
+        self._in_air = self._launch(list(requests), list(families))
 
     def advance(self) -> list[Landed]:
         """Launches the next step of all that are still running, then reads the last one."""
         landing = self._in_air
         assert landing is not None
         going_on = [i for i, request in enumerate(landing.requests) if request.slot is not None]
+        families = [landing.families[i] for i in going_on]
         if going_on and len(going_on) < len(landing.requests):
-            self._close_ranks(going_on)
-        self._in_air = self._launch([landing.requests[i] for i in going_on]) if going_on else None
+            self._close_ranks(going_on, families)
+        self._in_air = self._launch([landing.requests[i] for i in going_on], families) if going_on else None
         return landing.read()
 
     def land(self) -> list[Landed]:
@@ -132,27 +159,41 @@ class DecodeAhead:
         """Nobody wants to know what is in the air."""
         self._in_air = None
 
-    def _launch(self, requests: list[Request]) -> _Flight:
+    def _launch(self, requests: list[Request], families: list[tuple[int, int]]) -> _Flight:
         self._fuel -= 1
         self.flown += 1
-        return _Flight(requests, self._steps.launch(bucket_of(len(requests))))
+        return _Flight(requests, families, self._steps.launch(bucket_of(len(requests))))
 
     def _load(self, requests: Sequence[Request], families: Sequence[tuple[int, int]]) -> None:
         padded = _padded(range(len(requests)))
         columns = [
-            (r.slot.row, leader, shared, len(r.ids) - 1, r.ids[-1], r.stream, r.generated)  # type: ignore[union-attr]
+            (r.slot.row, leader, shared, 0, len(r.ids) - 1, r.ids[-1], r.stream, r.generated)  # type: ignore[union-attr]
             for r, (leader, shared) in zip(requests, families, strict=True)
         ]
         state = torch.tensor([columns[i] for i in padded]).T.contiguous()
         temperatures = torch.tensor([float(requests[i].params.temperature) for i in padded])
         self._columns.state[:, : len(padded)] = self._sent(state)
         self._columns.temperatures[: len(padded)] = self._sent(temperatures)
+        self._team_up([families[i] for i in padded])
 
-    def _close_ranks(self, going_on: Sequence[int]) -> None:
+    def _team_up(self, families: Sequence[tuple[int, int]]) -> None:
+        """Of all columns, padding included: it must compute what its twin computes."""
+        most, members = self._columns.teams.shape
+        teams = teams_of(families, members, min(most, teams_for(len(families))))
+        padded = [[*team, *[-1] * (members - len(team))] for team in teams]
+        table = torch.tensor(padded + [[-1] * members] * (most - len(teams)))
+        together = torch.zeros(len(families), dtype=torch.long)
+        for team in teams:
+            together[team] = families[team[0]][1]
+        self._columns.teams.copy_(self._sent(table))
+        self._columns.state[TOGETHER, : len(families)] = self._sent(together)
+
+    def _close_ranks(self, going_on: Sequence[int], families: Sequence[tuple[int, int]]) -> None:
         """Done on the device, which alone knows the newest tokens."""
         index = self._sent(torch.tensor(_padded(going_on)))
         for tensor in (self._columns.state, self._columns.temperatures):
             tensor[..., : len(index)] = tensor.index_select(-1, index)
+        self._team_up([families[i] for i in _padded(range(len(families)))])
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """To the device without waiting for it."""

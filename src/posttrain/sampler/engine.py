@@ -496,10 +496,17 @@ def _decode_ahead(policy: Policy, cache: KVCache, max_batch: int) -> DecodeAhead
     """None where steps are taken one by one: on a CPU, without Triton, for attention that the kernel does not do."""
     if cache.device.type != "cuda" or find_spec("triton") is None or not has_plain_scores(policy.module):
         return None
-    from posttrain.sampler.cuda_graphs import CudaGraphs  # Triton comes with torch's builds for CUDA only
+    from posttrain.sampler.cuda_attention import team_size  # Triton comes with torch's builds for CUDA only
+    from posttrain.sampler.cuda_graphs import CudaGraphs
 
-    columns = Columns.of(max_batch, cache.device)
+    columns = Columns.of(max_batch, cache.device, members=team_size(*_heads(policy)))
     return DecodeAhead(cache, columns, CudaGraphs(policy, cache, columns))
+
+
+def _heads(policy: Policy) -> tuple[int, int]:
+    """Of queries and of keys."""
+    config = policy.config.get_text_config()
+    return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _is_plain(request: Request) -> bool:

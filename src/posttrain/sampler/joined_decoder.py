@@ -3,12 +3,12 @@
 A product of 128 rows takes as long as a launch and a pass over its weights, whatever its width: three of query, key and
 value take 12 us where one takes 4 (H100, hidden size 896). So the weights of products that have the same input become
 neighbours in memory: the parameters stay what they are, as parts of one tensor, and updates in place are seen by both.
-Everything between two attentions is one function, which a compiler makes one kernel of between any two products.
+A layer is then four kernels around its attention (`cuda_layer.py`); what they compute is written in torch here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,7 @@ class Layer:
     head_norms: tuple[Tensor, Tensor] | None
     norm: Tensor
     next_norm: Tensor
-    head_dim: int
-    key_heads: int
+    heads: tuple[int, int]  # size of a head, heads of keys
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -77,44 +76,59 @@ class Layer:
             head_norms=norms,
             norm=layer.post_attention_layernorm.weight,
             next_norm=next_norm.weight,
-            head_dim=block.head_dim,
-            key_heads=block.k_proj.out_features // block.head_dim,
+            heads=(block.head_dim, block.k_proj.out_features // block.head_dim),
         )
 
 
 class JoinedDecoder:
     """Stands in for `Policy.hidden_states`; its steps may be captured in CUDA graphs."""
 
-    def __init__(self, decoder: Any, how: dict[int, How], *, compiled: bool) -> None:
+    def __init__(self, decoder: Any, how: dict[int, How]) -> None:
         self._decoder = decoder
         self._how = how
         self._layers: list[Layer] = []
-        self._before: Callable[..., tuple[Tensor, Tensor, Tensor]] = before_attention
-        self._after: Callable[..., tuple[Tensor, Tensor]] = after_attention
-        if compiled:
-            self._before, self._after = torch.compile(before_attention), torch.compile(after_attention)
         self._find_weights()
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens."""
         self._find_weights()
+        hidden = self._by_kernels if token_ids.is_cuda else self._by_torch
+        return hidden(token_ids, positions, attention)[None]
+
+    def _by_torch(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         decoder = self._decoder
         eps = decoder.norm.variance_epsilon
         x = F.embedding(token_ids, decoder.embed_tokens.weight)
         turn = turn_at(decoder, x, positions)
         y = normed(x, decoder.layers[0].input_layernorm.weight, eps)
         for index, layer in enumerate(self._layers):
-            _of_any_length(x, y, *turn)
-            heads = (layer.head_dim, layer.key_heads)
-            query, key, value = self._before(y, turn, layer.attended.operands, layer.head_norms, heads, eps)
-            how = self._how[index]
-            mixed = attention.attend(
-                index, *_by_head(query, key, value), scaling=how.scaling, sliding_window=how.sliding_window
-            )[0]
-            _of_any_length(mixed)
+            qkv = before_attention(y, turn, layer.attended.operands, layer.head_norms, layer.heads, eps)
+            mixed = self._mixed(index, qkv, attention)
             further = tuple(product.operands for product in layer.products[1:])
-            x, y = self._after(x, mixed, further, (layer.norm, layer.next_norm), eps)
-        return y[None]
+            x, y = after_attention(x, mixed, further, (layer.norm, layer.next_norm), eps)
+        return y
+
+    def _by_kernels(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        from posttrain.sampler import cuda_layer  # Triton comes with torch's builds for CUDA only
+
+        decoder = self._decoder
+        eps = decoder.norm.variance_epsilon
+        stream = cuda_layer.embed(token_ids, decoder.embed_tokens.weight, decoder.layers[0].input_layernorm.weight)
+        turn = turn_at(decoder, stream.x, positions)
+        for index, layer in enumerate(self._layers):
+            qkv = cuda_layer.project(stream, layer.attended.operands, turn, layer.head_norms, layer.heads, eps)
+            mixed = self._mixed(index, qkv, attention)
+            stream = cuda_layer.add(stream, mixed, layer.out.operands, layer.norm, cuda_layer.OUT)
+            gated = cuda_layer.gate(stream, layer.gated.operands, eps)
+            stream = cuda_layer.add(stream, gated, layer.down.operands, layer.next_norm, cuda_layer.DOWN)
+        return F.rms_norm(stream.x, decoder.norm.weight.shape, decoder.norm.weight, eps)
+
+    def _mixed(self, index: int, qkv: tuple[Tensor, Tensor, Tensor], attention: AttentionContext) -> Tensor:
+        """[R, H Dv] what attention makes of [R, heads, D] each."""
+        how = self._how[index]
+        parts = (part.transpose(0, 1)[None] for part in qkv)
+        mixed = attention.attend(index, *parts, scaling=how.scaling, sliding_window=how.sliding_window)
+        return mixed[0].flatten(1)
 
     def _find_weights(self) -> None:
         """Once, and again if parameters have been given memory of their own since."""
@@ -127,12 +141,17 @@ class JoinedDecoder:
 
 def joined_decoder(policy: Policy) -> JoinedDecoder | None:
     """None where the modules have to do it: another architecture, adapters or hooks, or other numbers at a trial."""
-    if not is_plain(policy):
+    if not is_plain(policy) or (policy.device.type == "cuda" and not _even_heads(policy.decoder)):
         return None
     trial = Trial(policy)
-    compiled = any(layer._compiled_call_impl is not None for layer in policy.decoder.layers)  # type: ignore[union-attr]
-    decoder = JoinedDecoder(policy.decoder, trial.how, compiled=compiled)
+    decoder = JoinedDecoder(policy.decoder, trial.how)
     return decoder if trial.agrees(decoder) else None
+
+
+def _even_heads(decoder: Any) -> bool:
+    """Whether kernels can have half a head: a power of two."""
+    size = decoder.layers[0].self_attn.head_dim
+    return size >= 16 and size & (size - 1) == 0
 
 
 def before_attention(
@@ -156,39 +175,23 @@ def before_attention(
 
 def after_attention(
     x: Tensor,  # [R, K]
-    mixed: Tensor,  # [R, H, Dv]
+    mixed: Tensor,  # [R, H Dv]
     products: tuple[tuple[Tensor, Tensor | None], ...],  # output, gate and up, down
     norms: tuple[Tensor, Tensor],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """[R, K] the residual stream, and its norm for what comes next."""
     out, gated, down = products
-    x = _sum(x, F.linear(mixed.flatten(1), *out))
+    x = x + F.linear(mixed, *out)
     gate, up = F.linear(normed(x, norms[0], eps), *gated).chunk(2, dim=-1)
-    x = _sum(x, F.linear(F.silu(gate) * up, *down))
+    x = x + F.linear(F.silu(gate) * up, *down)
     return x, normed(x, norms[1], eps)
-
-
-def _sum(x: Tensor, y: Tensor) -> Tensor:
-    """In float32, or compilers add within the product, for which they copy x first: 1.2 us each time."""
-    return (x.float() + y.float()).to(x.dtype)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, in float32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-
-
-def _by_head(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[R, H, D] -> [1, H, R, D]"""
-    return tuple(tensor.transpose(0, 1)[None] for tensor in tensors)
-
-
-def _of_any_length(*tensors: Tensor) -> None:
-    """One compilation for every number of rows."""
-    for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:

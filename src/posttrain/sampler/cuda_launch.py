@@ -1,0 +1,26 @@
+"""What the Triton kernels of a decode step have in common: when they may start, and how their programs count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HOPPER = 9  # the first generation on which a kernel may start before the one before it has ended
+ROOM = 1 << 16
+
+_arrivals: dict[torch.device, Tensor] = {}
+
+
+def starts_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
+
+
+def counters(device: torch.device, count: int) -> Tensor:
+    """Of programs that have left their part for the last one to add up: int32, zero between two launches.
+
+    Raises ValueError for more than there is room for: captured graphs remember the address."""
+    if count > ROOM:
+        raise ValueError(f"a decode step counts {count} tiles, there is room for {ROOM}: lower sampler.max_batch")
+    if device not in _arrivals:
+        _arrivals[device] = torch.zeros(ROOM, dtype=torch.int32, device=device)
+    return _arrivals[device]
