@@ -18,10 +18,13 @@ from posttrain.sampler.decode_ahead import (
     ROW,
     SHARED,
     STREAM,
+    TOGETHER,
     TOKEN,
     Columns,
     DecodeAhead,
     bucket_of,
+    teams_for,
+    teams_of,
 )
 from posttrain.sampler.draw import DrawSettings, draw
 from posttrain.sampler.kv_cache import KVCache
@@ -73,11 +76,13 @@ class PlainSteps:
         self.sizes: list[int] = []
         self.forgotten = 0
         self.shared = 0  # tokens read through a leader, summed
+        self.together = 0  # of them, those that a team reads
 
     def launch(self, size: int) -> Done:
         self.sizes.append(size)
         state, temperatures = self.columns.state[:, :size], self.columns.temperatures[:size]
         self.shared += int(state[SHARED].sum())
+        self.together += self.read_by_teams(size)
         attention = PlainAttention(self.cache, state)
         hidden = self.model.hidden_states(state[TOKEN].clone(), state[POSITION].clone(), attention)[0]
         greedy = temperatures == 0
@@ -87,6 +92,20 @@ class PlainSteps:
         state[POSITION] += 1
         state[NUMBER] += 1
         return Done(torch.stack([ids.double(), logprobs.double()]).tolist())
+
+    def read_by_teams(self, size: int) -> int:
+        """Every column is in one team, of columns with its leader and its shared tokens, or in none and said to be."""
+        state, members = self.columns.state[:, :size], [-1] * size
+        for number, team in enumerate(self.columns.teams.tolist()):
+            for column in (c for c in team if c >= 0):
+                assert number < teams_for(size)
+                assert members[column] == -1
+                members[column] = number
+                assert state[LEADER : SHARED + 1, column].equal(state[LEADER : SHARED + 1, team[0]])
+        together = torch.where(torch.tensor(members) >= 0, state[SHARED], 0)
+        assert state[TOGETHER].equal(together)
+        assert bool((state[TOGETHER] <= state[POSITION]).all())
+        return int(together.sum())
 
     def forget(self) -> None:
         self.forgotten += 1
@@ -122,6 +141,7 @@ def test_ahead_draws_what_step_by_step_draws(family: str) -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
         assert a.stop_reason == b.stop_reason
     assert steps.shared > 0
+    assert steps.together > 0
     assert max(steps.sizes) == 32
     assert min(steps.sizes) == 2
     assert set(steps.sizes) <= {2, 4, 8, 16, 32}
@@ -198,6 +218,17 @@ def test_a_cache_that_grows_is_noticed() -> None:
 
     asyncio.run(long())
     assert steps.forgotten > before
+
+
+def test_teams_are_of_columns_that_share_most() -> None:
+    """Leader's row and shared tokens of each column -> columns of each team."""
+    families = [(0, 50), (3, 20), (0, 50), (3, 20), (9, 0), (0, 50), (7, 90), (0, 40)]
+    assert teams_of(families, members=8, most=4) == [[0, 2, 5], [1, 3]]
+    assert teams_of(families, members=2, most=4) == [[0, 2], [5], [1, 3]]
+    assert teams_of(families, members=2, most=2) == [[0, 2], [5]]
+    assert teams_of(families, members=2, most=1) == [[1, 3]]  # all columns of a family or none
+    assert teams_of(families, members=1, most=4) == []
+    assert teams_of([], members=8, most=4) == []
 
 
 def test_batch_sizes_are_few() -> None:

@@ -1,0 +1,181 @@
+"""The kernels of a decode step give what float64 gives. On a GPU; on a CPU with Triton and TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device, and no Triton that is interpreted"
+)
+EPS = 1e-6
+SHORT = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cannot multiply bfloat16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of the largest number
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: int
+    hidden: int
+    inner: int  # of the MLP
+    heads: tuple[int, int, int]  # queries, keys, size
+    biases: bool = False
+    head_norms: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+SIZES = {
+    "few_rows": Sizes(5, 96, 192, (4, 2, 32), biases=True),
+    "no_multiples": Sizes(40, 80, 100, (3, 1, 16), biases=True, head_norms=True),
+    "rows_in_two_tiles": Sizes(37, 128, 256, (2, 1, 64), head_norms=True),
+    "large_heads": Sizes(20, 256, 512, (4, 2, 128), head_norms=True),
+    "short_numbers": Sizes(20, 128, 512, (2, 1, 64), biases=True, dtype=SHORT),
+    "short_large": Sizes(3, 256, 768, (4, 2, 128), head_norms=True, dtype=SHORT),
+}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, around: float = 0.0) -> Tensor:
+    return (0.1 * torch.randn(*shape, device=DEVICE) + around).to(dtype)
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+def test_a_layer(name: str) -> None:
+    from posttrain.sampler import cuda_layer as kernels
+
+    torch.manual_seed(0)
+    size = SIZES[name]
+    (queries, keys, dim), rows, hidden = size.heads, size.rows, size.hidden
+
+    def product(columns: int, depth: int, *, bias: bool) -> tuple[Tensor, Tensor | None]:
+        weight = random(columns, depth, dtype=size.dtype)
+        return weight, random(columns, dtype=size.dtype) if bias else None
+
+    def times(x: Tensor, product: tuple[Tensor, Tensor | None]) -> Tensor:
+        weight, bias = product
+        return F.linear(x, weight.double(), None if bias is None else bias.double())
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight.double(), EPS)
+
+    table, ids = random(50, hidden, dtype=size.dtype), torch.randint(0, 50, (rows,), device=DEVICE)
+    norms = [random(hidden, dtype=size.dtype, around=1.0) for _ in range(3)]
+    qkv = product((queries + 2 * keys) * dim, hidden, bias=size.biases)
+    out, gated = product(hidden, queries * dim, bias=False), product(2 * size.inner, hidden, bias=False)
+    down = product(hidden, size.inner, bias=size.biases)
+    head_norms = tuple(random(dim, dtype=size.dtype, around=1.0) for _ in range(2)) if size.head_norms else None
+    turn = random(rows, 1, dim, dtype=size.dtype), random(rows, 1, dim, dtype=size.dtype)
+    mixed = random(rows, queries * dim, dtype=size.dtype)
+
+    x = table[ids].double()
+    heads = times(normed(x, norms[0]), qkv).view(rows, -1, dim)
+    parts = list(heads.split([queries, keys, keys], dim=1))
+    for i in range(2):
+        part = parts[i] if head_norms is None else normed(parts[i], head_norms[i])
+        parts[i] = part * turn[0].double() + part.roll(dim // 2, -1) * turn[1].double()
+    after_attention = x + times(mixed.double(), out)
+    gate, up = times(normed(after_attention, norms[1]), gated).chunk(2, dim=-1)
+    last = after_attention + times(F.silu(gate) * up, down)
+
+    for _ in range(2):  # the second time finds counters as the first one left them
+        stream = kernels.embed(ids, table, norms[0])
+        found = kernels.project(stream, qkv, turn, head_norms, (dim, keys), EPS)
+        stream = kernels.add(stream, mixed, out, norms[1], kernels.OUT)
+        hidden_in = kernels.gate(stream, gated, EPS)
+        stream = kernels.add(stream, hidden_in, down, norms[2], kernels.DOWN)
+        for one, other in zip(found, parts, strict=True):
+            assert_close(one, other, size.dtype)
+        assert_close(stream.x, last, size.dtype)
+        assert_close(stream.scaled, last * norms[2].double(), size.dtype)
+        assert_close(stream.squares.sum(0), last.square().sum(-1), size.dtype)
+
+
+@dataclass(frozen=True)
+class Scene:
+    heads: tuple[int, int, int]  # queries, keys, size
+    lengths: tuple[int, ...]  # tokens before the new one, of each sequence
+    families: tuple[tuple[int, int], ...] = ()  # (first, last) columns that share the shortest one's tokens
+    teamless: tuple[int, ...] = ()  # families whose members read for themselves
+    window: int | None = None
+    splits: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+SCENES = {
+    "alone": Scene((2, 1, 16), (150,)),
+    "a_team_and_others": Scene((14, 2, 16), (130, 190, 140, 60, 1, 70), ((0, 3),)),
+    "two_teams_of_a_family": Scene((6, 1, 16), tuple(range(100, 111)), ((0, 11),)),
+    "nobody_in_teams": Scene((4, 2, 32), (99, 120, 64, 65), ((0, 2), (2, 4)), teamless=(0, 1)),
+    "window_and_team": Scene((4, 4, 16), (130, 190, 140, 60), ((0, 3),), window=50),
+    "parts_of_a_long_past": Scene((8, 2, 16), (700, 1, 300), ((0, 1),), splits=4),
+    "parts_and_a_team": Scene((8, 2, 16), (700, 350, 300), ((0, 3),), splits=3),
+    "one_key_head": Scene((32, 1, 16), (40, 90), ((0, 2),)),
+    "short_numbers": Scene((14, 2, 64), (130, 190, 140, 60), ((0, 3),), dtype=SHORT),
+    "large_heads": Scene((4, 2, 128), (130, 190, 140, 60), ((0, 3),), dtype=SHORT),
+}
+
+
+@pytest.mark.parametrize("name", list(SCENES))
+def test_attention(name: str) -> None:
+    from posttrain.sampler.cuda_attention import decode_attention, team_size
+    from posttrain.sampler.cuda_launch import counters
+    from posttrain.sampler.decode_ahead import teams_of
+
+    torch.manual_seed(0)
+    scene = SCENES[name]
+    (heads, key_heads, dim), count = scene.heads, len(scene.lengths)
+    capacity = max(scene.lengths) + 3
+    layer = tuple(random(count + 1, key_heads, capacity, dim, dtype=scene.dtype) * 10 for _ in range(2))
+    query, key, value = (random(h, count, dim, dtype=scene.dtype) * 10 for h in (heads, key_heads, key_heads))
+    rows = [count - column for column in range(count)]
+    families, in_teams = [(row, 0) for row in rows], [(row, 0) for row in rows]
+    for number, (first, last) in enumerate(scene.families):
+        family = [(rows[first], min(scene.lengths[first:last]))] * (last - first)
+        families[first:last] = family
+        if number not in scene.teamless:
+            in_teams[first:last] = family
+    members = team_size(heads, key_heads)
+    teams = teams_of(in_teams, members, most=4)
+    together = [shared if any(c in team for team in teams) else 0 for c, (_, shared) in enumerate(in_teams)]
+    columns = [rows, [f[0] for f in families], [f[1] for f in families], together, scene.lengths]
+    table = [[*team, *[-1] * (members - len(team))] for team in teams] + [[-1] * members]
+
+    expected, cached = [], tuple(part.clone() for part in layer)
+    for b, ((leader, shared), row, length) in enumerate(zip(families, rows, scene.lengths, strict=True)):
+        low = 0 if scene.window is None else max(0, length + 1 - scene.window)
+        for part, new in zip(cached, (key, value), strict=True):
+            part[row, :, length] = new[:, b]
+        k, v = (
+            torch.cat([part[leader, :, :shared], part[row, :, shared : length + 1]], dim=1)[:, low:].double()
+            for part in cached
+        )
+        k, v = k.repeat_interleave(heads // key_heads, 0), v.repeat_interleave(heads // key_heads, 0)
+        weights = (0.25 * (k @ query[:, b, :, None].double())).softmax(1)
+        expected.append((weights.transpose(1, 2) @ v)[:, 0])
+
+    for _ in range(2):  # the second time finds counters as the first one left them
+        found = decode_attention(
+            query,
+            key,
+            value,
+            layer,
+            torch.tensor(columns, device=DEVICE),
+            torch.tensor(table, device=DEVICE),
+            scaling=0.25,
+            window=scene.window,
+            splits=scene.splits,
+        )
+        assert_close(found, torch.stack(expected), scene.dtype)
+        assert all(torch.equal(one, other) for one, other in zip(layer, cached, strict=True))
+        assert not counters(query.device, 1).any()
