@@ -75,7 +75,9 @@ def test_a_layer(name: str) -> None:
     out, gated = product(hidden, queries * dim, bias=False), product(2 * size.inner, hidden, bias=False)
     down = product(hidden, size.inner, bias=size.biases)
     head_norms = tuple(random(dim, dtype=size.dtype, around=1.0) for _ in range(2)) if size.head_norms else None
-    turn = random(rows, 1, dim, dtype=size.dtype), random(rows, 1, dim, dtype=size.dtype)
+    positions, frequencies = torch.arange(rows, device=DEVICE) * 17, torch.rand(dim // 2, device=DEVICE)
+    angles = (positions[:, None].float() * frequencies).double()
+    turn = [1.5 * torch.cat([angles.cos()] * 2, dim=1), 1.5 * torch.cat([-angles.sin(), angles.sin()], dim=1)]
     mixed = random(rows, queries * dim, dtype=size.dtype)
 
     x = table[ids].double()
@@ -83,14 +85,16 @@ def test_a_layer(name: str) -> None:
     parts = list(heads.split([queries, keys, keys], dim=1))
     for i in range(2):
         part = parts[i] if head_norms is None else normed(parts[i], head_norms[i])
-        parts[i] = part * turn[0].double() + part.roll(dim // 2, -1) * turn[1].double()
+        parts[i] = part * turn[0][:, None] + part.roll(dim // 2, -1) * turn[1][:, None]
     after_attention = x + times(mixed.double(), out)
     gate, up = times(normed(after_attention, norms[1]), gated).chunk(2, dim=-1)
     last = after_attention + times(F.silu(gate) * up, down)
 
     for _ in range(2):  # the second time finds counters as the first one left them
-        stream = kernels.embed(ids, table, norms[0])
-        found = kernels.project(stream, qkv, turn, head_norms, (dim, keys), EPS)
+        stream, turned = kernels.embed(ids, positions, table, norms[0], (frequencies, 1.5))
+        for one, other in zip(turned, turn, strict=True):
+            assert_close(one, other, size.dtype)
+        found = kernels.project(stream, qkv, turned, head_norms, (dim, keys), EPS)
         stream = kernels.add(stream, mixed, out, norms[1], kernels.OUT)
         hidden_in = kernels.gate(stream, gated, EPS)
         stream = kernels.add(stream, hidden_in, down, norms[2], kernels.DOWN)

@@ -56,22 +56,31 @@ class Stream:
     squares: Tensor  # [parts, R] float32: sums of x^2 over parts of a row
 
 
-def embed(token_ids: Tensor, table: Tensor, norm: Tensor) -> Stream:
-    """Rows of the embedding table [V, K] at token_ids [R] long."""
-    rows, width = len(token_ids), table.shape[1]
+def embed(
+    token_ids: Tensor,  # [R] long
+    positions: Tensor,  # [R] long
+    table: Tensor,  # [V, K]
+    norm: Tensor,  # [K]
+    rotary: tuple[Tensor, float],  # [D / 2] float32 frequencies, and what cosine and sine are multiplied by
+) -> tuple[Stream, tuple[Tensor, Tensor]]:
+    """Rows of the embedding table, and [R, D] each of `lean_decoder.turn_at`."""
+    rows, width, half = len(token_ids), table.shape[1], len(rotary[0])
     x = torch.empty(rows, width, dtype=table.dtype, device=table.device)
     stream = Stream(x, torch.empty_like(x), torch.empty(1, rows, dtype=torch.float32, device=table.device))
+    cosine = torch.empty(rows, 2 * half, dtype=table.dtype, device=table.device)
+    turn = cosine, torch.empty_like(cosine)
     _embed[(rows,)](
-        token_ids, table, norm, stream.x, stream.scaled, stream.squares, width,
-        BLOCK=triton.next_power_of_2(width), EARLY=starts_early(x.device), launch_pdl=starts_early(x.device),
+        token_ids, positions, table, norm, *rotary, stream.x, stream.scaled, stream.squares, *turn, width,
+        BLOCK=triton.next_power_of_2(width), HALF=half, EARLY=starts_early(x.device),
+        launch_pdl=starts_early(x.device),
     )  # fmt: skip
-    return stream
+    return stream, turn
 
 
 def project(
     stream: Stream,
     product: tuple[Tensor, Tensor | None],  # [(H + 2 Hkv) D, K] weight of query, key, value; bias
-    turn: tuple[Tensor, Tensor],  # [R, 1, D] cosine, and the sine with the sign of its half
+    turn: tuple[Tensor, Tensor],  # [R, D] cosine, and the sine with the sign of its half
     head_norms: tuple[Tensor, Tensor] | None,  # [D] weights of the norms of queries and of keys
     heads: tuple[int, int],  # size of a head, heads of keys
     eps: float,
@@ -156,9 +165,12 @@ def _fetch(weight, columns, first, K, SPAN: tl.constexpr, LINE: tl.constexpr):
 
 
 @triton.jit
-def _embed(token_ids, table, norm, x, scaled, squares, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _embed(
+    token_ids, positions, table, norm, frequencies, factor, x, scaled, squares, cosine, sine, width,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
-    c = tl.arange(0, BLOCK)
+    c, d = tl.arange(0, BLOCK), tl.arange(0, HALF)
     there = c < width
     if EARLY:
         gdc_wait()
@@ -170,6 +182,13 @@ def _embed(token_ids, table, norm, x, scaled, squares, width, BLOCK: tl.constexp
     by = tl.load(norm + c, mask=there, other=0.0).to(tl.float32)
     tl.store(scaled + row * width + c, (wide * by).to(x.dtype.element_ty), mask=there)
     tl.store(squares + row, tl.sum(wide * wide, 0))
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + d)
+    place = row * 2 * HALF + d
+    across, along = (tl.cos(angle) * factor).to(x.dtype.element_ty), (tl.sin(angle) * factor).to(x.dtype.element_ty)
+    tl.store(cosine + place, across)
+    tl.store(cosine + place + HALF, across)
+    tl.store(sine + place, -along)
+    tl.store(sine + place + HALF, along)
 
 
 @triton.jit

@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posttrain.sampler.lean_decoder import Trial, is_plain, turn_at
+from posttrain.sampler.lean_decoder import HALF_TOLERANCE, Trial, is_plain, turn_at
 from posttrain.trainer.attention import AttentionContext
 from posttrain.trainer.lean_layers import How
 from posttrain.trainer.policy import Policy
+
+FAR = (0, 1, 41, 1000, 30_000)  # positions whose turns are compared
 
 Turn = tuple[Tensor, Tensor]  # see `turn_at`
 
@@ -113,8 +115,8 @@ class JoinedDecoder:
 
         decoder = self._decoder
         eps = decoder.norm.variance_epsilon
-        stream = cuda_layer.embed(token_ids, decoder.embed_tokens.weight, decoder.layers[0].input_layernorm.weight)
-        turn = turn_at(decoder, stream.x, positions)
+        first = decoder.layers[0].input_layernorm.weight
+        stream, turn = cuda_layer.embed(token_ids, positions, decoder.embed_tokens.weight, first, rotary_of(decoder))
         for index, layer in enumerate(self._layers):
             qkv = cuda_layer.project(stream, layer.attended.operands, turn, layer.head_norms, layer.heads, eps)
             mixed = self._mixed(index, qkv, attention)
@@ -141,17 +143,30 @@ class JoinedDecoder:
 
 def joined_decoder(policy: Policy) -> JoinedDecoder | None:
     """None where the modules have to do it: another architecture, adapters or hooks, or other numbers at a trial."""
-    if not is_plain(policy) or (policy.device.type == "cuda" and not _even_heads(policy.decoder)):
+    if not is_plain(policy) or (policy.device.type == "cuda" and not _turns_alike(policy.decoder)):
         return None
     trial = Trial(policy)
     decoder = JoinedDecoder(policy.decoder, trial.how)
     return decoder if trial.agrees(decoder) else None
 
 
-def _even_heads(decoder: Any) -> bool:
-    """Whether kernels can have half a head: a power of two."""
+def rotary_of(decoder: Any) -> tuple[Tensor, float]:
+    """Frequencies of half a head, and what cosine and sine are multiplied by."""
+    return decoder.rotary_emb.inv_freq, decoder.rotary_emb.attention_scaling
+
+
+def _turns_alike(decoder: Any) -> bool:
+    """Whether kernels can have half a head, a power of two, and positions turn by frequencies that never change."""
+    from posttrain.sampler import cuda_layer  # Triton comes with torch's builds for CUDA only
+
     size = decoder.layers[0].self_attn.head_dim
-    return size >= 16 and size & (size - 1) == 0
+    if size < 16 or size & (size - 1) or 2 * len(rotary_of(decoder)[0]) != size:
+        return False
+    table, norm = decoder.embed_tokens.weight, decoder.norm.weight
+    positions = torch.tensor(FAR, device=table.device)
+    expected = turn_at(decoder, table[: len(FAR)], positions)
+    _, turn = cuda_layer.embed(torch.zeros_like(positions), positions, table, norm, rotary_of(decoder))
+    return all(bool((a - b[:, 0]).abs().max() <= HALF_TOLERANCE) for a, b in zip(turn, expected, strict=True))
 
 
 def before_attention(
