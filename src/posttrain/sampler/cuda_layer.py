@@ -25,7 +25,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from posttrain.sampler.cuda_launch import counters, starts_early
 
-LINE = 64  # half-precision numbers that are fetched at once: 128 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +154,9 @@ def _how(tile: Tile, weight: Tensor, depth: int) -> dict[str, int | bool]:
 
 
 @triton.jit
-def _fetch(weight, columns, first, K, SPAN: tl.constexpr, LINE: tl.constexpr):
-    """Weights [columns, first : first + SPAN] on their way into the L2 cache."""
+def _fetch(weight, columns, first, K, SPAN: tl.constexpr):
+    """Weights [columns, first : first + SPAN] on their way into the L2 cache, by lines of 128 bytes."""
+    LINE: tl.constexpr = min(SPAN, 1024 // weight.dtype.element_ty.primitive_bitwidth)
     place = tl.minimum(first + tl.arange(0, SPAN // LINE) * LINE, K - 1)
     address = (weight + columns[:, None].to(tl.int64) * K + place[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
@@ -235,8 +235,8 @@ def _project(
     if EARLY:
         gdc_launch_dependents()
         for start in range(0, K, BK):
-            _fetch(weight, one, start, K, BK, 64)
-            _fetch(weight, two, start, K, BK, 64)
+            _fetch(weight, one, start, K, BK)
+            _fetch(weight, two, start, K, BK)
         gdc_wait()
     part = _parts_of(squares, rows, count, parts, PARTS_PAD)
     first, second = _pair(z, weight, rows, one, two, K, BK, EVEN)
@@ -278,8 +278,8 @@ def _gate(
     if EARLY:
         gdc_launch_dependents()
         for start in range(0, K, BK):
-            _fetch(weight, one, start, K, BK, 64)
-            _fetch(weight, two, start, K, BK, 64)
+            _fetch(weight, one, start, K, BK)
+            _fetch(weight, two, start, K, BK)
         gdc_wait()
     part = _parts_of(squares, rows, count, parts, PARTS_PAD)
     first, second = _pair(z, weight, rows, one, two, K, BK, EVEN)
@@ -309,7 +309,7 @@ def _add(
     if EARLY:
         gdc_launch_dependents()
         for step in range(steps):
-            _fetch(weight, cols, begin + step * BK, K, BK, 64)
+            _fetch(weight, cols, begin + step * BK, K, BK)
         gdc_wait()
     acc = tl.zeros([BM, BN], tl.float32)
     for step in range(steps):
