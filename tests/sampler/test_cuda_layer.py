@@ -153,7 +153,7 @@ def test_attention(name: str) -> None:
     teams = teams_of(in_teams, members, most=4)
     together = [shared if any(c in team for team in teams) else 0 for c, (_, shared) in enumerate(in_teams)]
     columns = [rows, [f[0] for f in families], [f[1] for f in families], together, scene.lengths]
-    table = [[*team, *[-1] * (members - len(team))] for team in teams] + [[-1] * members]
+    table = [[*in_teams[team[0]], *team, *[-1] * (members - len(team))] for team in teams] + [[0, 0, *[-1] * members]]
 
     expected, cached = [], tuple(part.clone() for part in layer)
     for b, ((leader, shared), row, length) in enumerate(zip(families, rows, scene.lengths, strict=True)):

@@ -96,12 +96,13 @@ class PlainSteps:
     def read_by_teams(self, size: int) -> int:
         """Every column is in one team, of columns with its leader and its shared tokens, or in none and said to be."""
         state, members = self.columns.state[:, :size], [-1] * size
-        for number, team in enumerate(self.columns.teams.tolist()):
+        for number, (leader, shared, *team) in enumerate(self.columns.teams.tolist()):
+            assert (shared > 0) == (team[0] >= 0)
             for column in (c for c in team if c >= 0):
                 assert number < teams_for(size)
                 assert members[column] == -1
                 members[column] = number
-                assert state[LEADER : SHARED + 1, column].equal(state[LEADER : SHARED + 1, team[0]])
+                assert state[LEADER : SHARED + 1, column].tolist() == [leader, shared]
         together = torch.where(torch.tensor(members) >= 0, state[SHARED], 0)
         assert state[TOGETHER].equal(together)
         assert bool((state[TOGETHER] <= state[POSITION]).all())

@@ -18,21 +18,24 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posttrain.sampler.cuda_launch import counters, starts_early
+from posttrain.sampler.cuda_launch import counters, fetch, starts_early
 from posttrain.sampler.decode_ahead import TEAM
 
 BLOCK = 64  # keys at a time
 SMALLEST_GROUP = 16  # queries of a key head, padded to what tensor cores take
 PROGRAMS_WANTED = 256  # about two per multiprocessor of an H100
 MOST_SPLITS = 32
+MOST_REGISTERS = 168  # three programs of four warps on a multiprocessor
 TEAM_SPLITS = 4  # parts of what a team shares
 TEAM_QUERIES = 128  # at most, with padding
 
 
 def splits_for(sequences: int, key_heads: int, capacity: int) -> int:
-    """In how many parts a past is read: enough programs to fill the chip, none with less than two blocks to read."""
+    """In how many parts a past is read, a power of two: enough programs to fill the chip, none with less than two
+    blocks to read."""
     wanted = -(-PROGRAMS_WANTED // (sequences * key_heads))
-    return max(1, min(wanted, capacity // (2 * BLOCK), MOST_SPLITS))
+    most = max(1, min(wanted, capacity // (2 * BLOCK), MOST_SPLITS))
+    return 1 << (most.bit_length() - 1)
 
 
 def team_size(heads: int, key_heads: int) -> int:
@@ -46,7 +49,7 @@ def decode_attention(
     new_value: Tensor,  # [Hkv, B, Dv]
     layer: tuple[Tensor, Tensor],  # K [rows, Hkv, capacity, D], V [rows, Hkv, capacity, Dv], contiguous
     places: Tensor,  # [5, B] long: row, leader's row, tokens shared with it, tokens that a team reads, position
-    teams: Tensor,  # [n, members] long: columns of a team, -1 where there are fewer
+    teams: Tensor,  # [n, 2 + members] long: leader's row, tokens it shares (0: no team), columns or -1
     *,
     scaling: float,
     window: int | None,
@@ -56,7 +59,7 @@ def decode_attention(
     keys, values = layer
     heads, count, dim = query.shape
     key_heads, value_dim = new_value.shape[0], new_value.shape[2]
-    group, members = heads // key_heads, teams.shape[1]
+    group, members = heads // key_heads, teams.shape[1] - 2
     out = torch.empty(count, heads, value_dim, dtype=query.dtype, device=query.device)
     parts = splits + TEAM_SPLITS
     partial = torch.empty(count, heads, parts, value_dim, dtype=torch.float32, device=query.device)
@@ -67,13 +70,14 @@ def decode_attention(
         counters(query.device, count * key_heads),
         *query.stride()[:2], *new_key.stride()[:2], *new_value.stride()[:2],
         places.stride(0), keys.shape[2], scaling, keys.shape[2] if window is None else window,
-        len(teams) * TEAM_SPLITS, splits,
-        TEAM_SPLITS=TEAM_SPLITS, MEMBERS=members, MEMBER=max(triton.next_power_of_2(group), SMALLEST_GROUP // members),
-        KEY_HEADS=key_heads, GROUP=group, GROUP_PAD=max(SMALLEST_GROUP, triton.next_power_of_2(group)),
+        len(teams) * TEAM_SPLITS,
+        SPLITS=splits, TEAM_SPLITS=TEAM_SPLITS, PARTS_PAD=triton.next_power_of_2(parts), WINDOW=window is not None,
+        MEMBERS=members, MEMBER=max(triton.next_power_of_2(group), SMALLEST_GROUP // members), KEY_HEADS=key_heads,
+        GROUP=group, GROUP_PAD=max(SMALLEST_GROUP, triton.next_power_of_2(group)),
         D=dim, D_PAD=max(16, triton.next_power_of_2(dim)),
         DV=value_dim, DV_PAD=max(16, triton.next_power_of_2(value_dim)),
         BLOCK=BLOCK, EARLY=early, launch_pdl=early,
-        num_warps=4 if dim <= 128 else 8, num_stages=3 if dim <= 128 else 2,
+        num_warps=4 if dim <= 128 else 8, num_stages=3 if dim <= 128 else 2, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -81,110 +85,154 @@ def decode_attention(
 @triton.jit
 def _attend(
     query, new_key, new_value, keys, values, places, teams, out, partial, lse, arrived,
-    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, team_programs, splits,
-    TEAM_SPLITS: tl.constexpr, MEMBERS: tl.constexpr, MEMBER: tl.constexpr, KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, team_programs,
+    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    MEMBERS: tl.constexpr, MEMBER: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One (team, part of what it shares) or one (sequence, part of its own), for one key head."""
+    """Programs of teams come first: they have most to do."""
     program, head = tl.program_id(0), tl.program_id(1)
-    parts = splits + TEAM_SPLITS
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     if program < team_programs:
-        team, split = program // TEAM_SPLITS, program % TEAM_SPLITS
-        first_member = tl.load(teams + team * MEMBERS)
-        if first_member >= 0:
-            row = tl.arange(0, MEMBERS * MEMBER)
-            g = row % MEMBER
-            column = tl.load(teams + team * MEMBERS + row // MEMBER)
-            valid = (g < GROUP) & (column >= 0)
-            column = tl.maximum(column, 0)
-            leader = tl.load(places + places_stride + first_member)
-            shared = tl.load(places + 3 * places_stride + first_member)
-            low = tl.maximum(tl.load(places + 4 * places_stride + column) + 1 - window, 0)
-            span = tl.cdiv(tl.cdiv(shared, TEAM_SPLITS), BLOCK) * BLOCK
-            first = split * span
-            last = tl.minimum(first + span, shared)
-            heads = head * GROUP + g
-            d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
-            q_there = valid[:, None] & (d[None, :] < D)
-            place = heads[:, None] * q_head + column[:, None] * q_token + d[None, :]
-            q = tl.load(query + place, mask=q_there, other=0.0)
-            top = tl.full([MEMBERS * MEMBER], float("-inf"), tl.float32)
-            total = tl.zeros([MEMBERS * MEMBER], tl.float32)
-            sums = tl.zeros([MEMBERS * MEMBER, DV_PAD], tl.float32)
-            base = (leader * KEY_HEADS + head) * capacity
-            for start in range(first, last, BLOCK):
-                token = start + tl.arange(0, BLOCK)
-                there = token < last
-                seen = there[None, :] & (token[None, :] >= low[:, None])
-                k, v = _keys(keys, values, base + token, there, d, dv, D, DV)
-                top, total, sums = _seen(q, k, v, seen, top, total, sums, scaling)
-            number = column * KEY_HEADS * GROUP + heads
-            _leave(partial, lse, number * parts + splits + split, valid, dv, top, total, sums, DV)
-            tl.debug_barrier()
-            member = tl.arange(0, MEMBERS)
-            columns = tl.load(teams + team * MEMBERS + member)
-            counter = arrived + columns * KEY_HEADS + head
-            done = tl.atomic_add(counter, 1, mask=columns >= 0, sem="acq_rel") == parts - 1
-            done = done & (columns >= 0)
-            tl.debug_barrier()
-            tl.store(counter, 0, mask=done)
-            mine = tl.reshape(tl.broadcast_to(done[:, None], [MEMBERS, MEMBER]), [MEMBERS * MEMBER])
-            if tl.max(mine.to(tl.int32), 0) > 0:
-                _merge(partial, lse, out, number, mine & valid, dv, parts, parts, MEMBERS * MEMBER, DV, DV_PAD)
+        _for_team(
+            program, head, query, keys, values, places, teams, out, partial, lse, arrived,
+            q_head, q_token, places_stride, capacity, scaling, window, SPLITS, TEAM_SPLITS, PARTS_PAD, WINDOW,
+            MEMBERS, MEMBER, KEY_HEADS, GROUP, D, D_PAD, DV, DV_PAD, BLOCK, EARLY,
+        )  # fmt: skip
     else:
-        program -= team_programs
-        b, split = program // splits, program % splits
-        row, leader = tl.load(places + b), tl.load(places + places_stride + b)
-        shared, position = tl.load(places + 2 * places_stride + b), tl.load(places + 4 * places_stride + b)
-        begin = tl.load(places + 3 * places_stride + b)
-        g, d, dv = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
-        heads = head * GROUP + g
-        q_there = (g[:, None] < GROUP) & (d[None, :] < D)
-        q = tl.load(query + heads[:, None] * q_head + b * q_token + d[None, :], mask=q_there, other=0.0)
-        low = tl.maximum(position + 1 - window, begin)
-        span = tl.cdiv(tl.cdiv(position - low, splits), BLOCK) * BLOCK
-        first = low + split * span
-        last = tl.minimum(first + span, position)
-        top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_PAD], tl.float32)
-        sums = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
+        _for_sequence(
+            program - team_programs, head, query, new_key, new_value, keys, values, places, out, partial, lse, arrived,
+            q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window,
+            SPLITS, TEAM_SPLITS, PARTS_PAD, WINDOW, KEY_HEADS, GROUP, GROUP_PAD, D, D_PAD, DV, DV_PAD, BLOCK, EARLY,
+        )  # fmt: skip
+
+
+@triton.jit
+def _for_team(
+    program, head, query, keys, values, places, teams, out, partial, lse, arrived,
+    q_head, q_token, places_stride, capacity, scaling, window,
+    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    MEMBERS: tl.constexpr, MEMBER: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A part of what a team shares, for the queries of its members."""
+    PARTS: tl.constexpr = SPLITS + TEAM_SPLITS
+    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    table, split = teams + program // TEAM_SPLITS * (MEMBERS + 2), program % TEAM_SPLITS
+    leader, shared = tl.load(table), tl.load(table + 1)
+    row, member = tl.arange(0, MEMBERS * MEMBER), tl.arange(0, MEMBERS)
+    g, column, columns = row % MEMBER, tl.load(table + 2 + row // MEMBER), tl.load(table + 2 + member)
+    valid = (g < GROUP) & (column >= 0)
+    column = tl.maximum(column, 0)
+    low = tl.zeros([MEMBERS * MEMBER], tl.int64)
+    if WINDOW:
+        low = tl.maximum(tl.load(places + 4 * places_stride + column) + 1 - window, 0)
+    span = tl.cdiv(tl.cdiv(shared, TEAM_SPLITS), BLOCK) * BLOCK
+    first = split * span
+    last = tl.minimum(first + span, shared)
+    heads = head * GROUP + g
+    base = (leader * KEY_HEADS + head) * capacity
+    if EARLY:
+        for start in range(first, last, BLOCK):
+            place = base + tl.minimum(start + tl.arange(0, BLOCK), capacity - 1)
+            fetch(keys + place * D)
+            fetch(values + place * DV)
+        gdc_wait()
+        gdc_launch_dependents()
+    if shared > 0:
+        place = heads[:, None] * q_head + column[:, None] * q_token + d[None, :]
+        q = tl.load(query + place, mask=valid[:, None] & (d[None, :] < D), other=0.0)
+        top = tl.full([MEMBERS * MEMBER], float("-inf"), tl.float32)
+        total = tl.zeros([MEMBERS * MEMBER], tl.float32)
+        sums = tl.zeros([MEMBERS * MEMBER, DV_PAD], tl.float32)
         for start in range(first, last, BLOCK):
             token = start + tl.arange(0, BLOCK)
             there = token < last
-            place = (tl.where(token < shared, leader, row) * KEY_HEADS + head) * capacity + token
-            k, v = _keys(keys, values, place, there, d, dv, D, DV)
-            top, total, sums = _seen(q, k, v, there[None, :], top, total, sums, scaling)
-        if split == splits - 1:  # the new token itself, which nobody has to find in the cache
-            place = (row * KEY_HEADS + head) * capacity + position
-            k = tl.load(new_key + head * k_head + b * k_token + d, mask=d < D, other=0.0)
-            v = tl.load(new_value + head * v_head + b * v_token + dv, mask=dv < DV, other=0.0)
-            tl.store(keys + place * D + d, k, mask=d < D)
-            tl.store(values + place * DV + dv, v, mask=dv < DV)
-            score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scaling
-            higher = tl.maximum(top, score)
-            weight = tl.exp(score - higher)
-            shrink = tl.exp(top - higher)
-            sums = sums * shrink[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
-            total = total * shrink + weight
-            top = higher
-        valid = g < GROUP
-        number = b * KEY_HEADS * GROUP + heads
-        expected = splits + tl.where(begin > 0, TEAM_SPLITS, 0)
-        if expected == 1:
-            there = valid[:, None] & (dv[None, :] < DV)
-            result = (sums / total[:, None]).to(out.dtype.element_ty)
-            tl.store(out + number[:, None] * DV + dv[None, :], result, mask=there)
-        else:
-            _leave(partial, lse, number * parts + split, valid, dv, top, total, sums, DV)
-            tl.debug_barrier()
-            counter = arrived + b * KEY_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == expected - 1:
-                tl.store(counter, 0)
-                _merge(partial, lse, out, number, valid, dv, parts, expected, GROUP_PAD, DV, DV_PAD)
+            seen = there[None, :] & (token[None, :] >= low[:, None])
+            k, v = _keys(keys, values, base + token, there, d, dv, D, DV)
+            top, total, sums = _seen(q, k, v, seen, top, total, sums, scaling)
+        number = column * KEY_HEADS * GROUP + heads
+        _leave(partial, lse, number * PARTS + SPLITS + split, valid, dv, top, total, sums, DV)
+        tl.debug_barrier()
+        counter = arrived + columns * KEY_HEADS + head
+        done = tl.atomic_add(counter, 1, mask=columns >= 0, sem="acq_rel") == PARTS - 1
+        done = done & (columns >= 0)
+        tl.debug_barrier()
+        tl.store(counter, 0, mask=done)
+        mine = tl.reshape(tl.broadcast_to(done[:, None], [MEMBERS, MEMBER]), [MEMBERS * MEMBER])
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            _merge(partial, lse, out, number, mine & valid, dv, PARTS, PARTS, PARTS_PAD, MEMBERS * MEMBER, DV, DV_PAD)
+
+
+@triton.jit
+def _for_sequence(
+    program, head, query, new_key, new_value, keys, values, places, out, partial, lse, arrived,
+    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window,
+    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A part of what a sequence has of its own; the last part is the one with the new token."""
+    PARTS: tl.constexpr = SPLITS + TEAM_SPLITS
+    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    b, split = program // SPLITS, program % SPLITS
+    row, leader = tl.load(places + b), tl.load(places + places_stride + b)
+    shared, begin = tl.load(places + 2 * places_stride + b), tl.load(places + 3 * places_stride + b)
+    position = tl.load(places + 4 * places_stride + b)
+    g = tl.arange(0, GROUP_PAD)
+    heads = head * GROUP + g
+    low = tl.maximum(position + 1 - window, begin) if WINDOW else begin
+    span = tl.cdiv(tl.cdiv(position - low, SPLITS), BLOCK) * BLOCK
+    first = low + split * span
+    last = tl.minimum(first + span, position)
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    sums = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
+    base = (row * KEY_HEADS + head) * capacity
+    if EARLY:
+        for start in range(first, last, BLOCK):
+            place = base + tl.minimum(start + tl.arange(0, BLOCK), capacity - 1)
+            fetch(keys + place * D)
+            fetch(values + place * DV)
+        gdc_wait()
+        gdc_launch_dependents()
+    q_there = (g[:, None] < GROUP) & (d[None, :] < D)
+    q = tl.load(query + heads[:, None] * q_head + b * q_token + d[None, :], mask=q_there, other=0.0)
+    new_k = tl.load(new_key + head * k_head + b * k_token + d, mask=d < D, other=0.0)
+    new_v = tl.load(new_value + head * v_head + b * v_token + dv, mask=dv < DV, other=0.0)
+    for start in range(first, last, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        there = token < last
+        place = (tl.where(token < shared, leader, row) * KEY_HEADS + head) * capacity + token
+        k, v = _keys(keys, values, place, there, d, dv, D, DV)
+        top, total, sums = _seen(q, k, v, there[None, :], top, total, sums, scaling)
+    if split == SPLITS - 1:  # the new token itself, which nobody has to find in the cache
+        place = (row * KEY_HEADS + head) * capacity + position
+        tl.store(keys + place * D + d, new_k, mask=d < D)
+        tl.store(values + place * DV + dv, new_v, mask=dv < DV)
+        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scaling
+        higher = tl.maximum(top, score)
+        weight = tl.exp(score - higher)
+        shrink = tl.exp(top - higher)
+        sums = sums * shrink[:, None] + weight[:, None] * new_v.to(tl.float32)[None, :]
+        total = total * shrink + weight
+        top = higher
+    valid = g < GROUP
+    number = b * KEY_HEADS * GROUP + heads
+    expected = SPLITS + tl.where(begin > 0, TEAM_SPLITS, 0)
+    if expected == 1:
+        there = valid[:, None] & (dv[None, :] < DV)
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + number[:, None] * DV + dv[None, :], result, mask=there)
+    else:
+        _leave(partial, lse, number * PARTS + split, valid, dv, top, total, sums, DV)
+        tl.debug_barrier()
+        counter = arrived + b * KEY_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == expected - 1:
+            tl.store(counter, 0)
+            _merge(partial, lse, out, number, valid, dv, expected, PARTS, PARTS_PAD, GROUP_PAD, DV, DV_PAD)
 
 
 @triton.jit
@@ -220,23 +268,24 @@ def _leave(partial, lse, part, valid, dv, top, total, sums, DV: tl.constexpr):
 
 @triton.jit
 def _merge(
-    partial, lse, out, number, valid, dv, parts, expected,
-    ROWS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    partial, lse, out, number, valid, dv, expected,
+    PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
     """The first `expected` parts of the queries `number`, which others have left just now."""
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DV_PAD], tl.float32)
+    part = tl.arange(0, PARTS_PAD)
+    place = number[:, None] * PARTS + part[None, :]
+    known = valid[:, None] & (part[None, :] < expected)
+    sizes = tl.load(lse + place, mask=known, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(sizes, 1)
+    weights = tl.exp(sizes - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    weights = weights / tl.where(valid, tl.sum(weights, 1), 1.0)[:, None]
     there = valid[:, None] & (dv[None, :] < DV)
-    for part in range(expected):
-        place = number * parts + part
-        size = tl.load(lse + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
-        normal = tl.load(partial + place[:, None] * DV + dv[None, :], mask=there, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, size)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, shrink = tl.exp(size - safe), tl.exp(top - safe)
-        sums = sums * shrink[:, None] + normal * weight[:, None]
-        total = total * shrink + weight
-        top = higher
-    result = sums / tl.where(valid, total, 1.0)[:, None]
+    result = tl.zeros([ROWS, DV_PAD], tl.float32)
+    AT_ONCE: tl.constexpr = min(PARTS, 4)  # fetched together: each takes as long as all
+    for start in range(0, expected, AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):
+            left = partial + (number * PARTS + start + ahead)[:, None] * DV + dv[None, :]
+            one = tl.load(left, mask=there & (start + ahead < expected), other=0.0, cache_modifier=".cg")
+            weight = tl.sum(tl.where(part[None, :] == start + ahead, weights, 0.0), 1)
+            result += one * weight[:, None]
     tl.store(out + number[:, None] * DV + dv[None, :], result.to(out.dtype.element_ty), mask=there)

@@ -23,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posttrain.sampler.cuda_launch import counters, starts_early
-
+from posttrain.sampler.cuda_launch import counters, fetch, starts_early
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class Tile:
     splits: int = 1
 
 
+PREFETCH = True
 PROJECT = Tile(rows=32, columns=0, depth=128, stages=3)  # columns: half a head, twice
 GATE = Tile(rows=128, columns=32, depth=64)
 OUT = Tile(rows=32, columns=32, depth=128, stages=3)
@@ -149,7 +149,13 @@ def _for_rows(tile: Tile, rows: int) -> Tile:
 
 def _how(tile: Tile, weight: Tensor, depth: int) -> dict[str, int | bool]:
     early, at_once = starts_early(weight.device), tile.depth * 2 // weight.itemsize
-    how = {"BM": tile.rows, "BK": at_once, "EVEN": depth % (at_once * tile.splits) == 0, "EARLY": early}
+    how = {
+        "BM": tile.rows,
+        "BK": at_once,
+        "EVEN": depth % (at_once * tile.splits) == 0,
+        "EARLY": early,
+        "FETCH": early and PREFETCH,
+    }
     return how | {"launch_pdl": early, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
@@ -158,10 +164,7 @@ def _fetch(weight, columns, first, K, SPAN: tl.constexpr):
     """Weights [columns, first : first + SPAN] on their way into the L2 cache, by lines of 128 bytes."""
     LINE: tl.constexpr = min(SPAN, 1024 // weight.dtype.element_ty.primitive_bitwidth)
     place = tl.minimum(first + tl.arange(0, SPAN // LINE) * LINE, K - 1)
-    address = (weight + columns[:, None].to(tl.int64) * K + place[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+    fetch(weight + columns[:, None].to(tl.int64) * K + place[None, :])
 
 
 @triton.jit
@@ -223,7 +226,7 @@ def _project(
     z, squares, weight, bias, cosine, sine, query_norm, key_norm, out,
     count, K, parts, queries, turned, eps,
     PARTS_PAD: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, HEAD_NORMS: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """One head, by halves. Heads below `queries` are queries, below `turned` keys, then values."""
     head = tl.program_id(0)
@@ -233,12 +236,16 @@ def _project(
     d = tl.arange(0, HALF)
     one, two = head * 2 * HALF + d, head * 2 * HALF + HALF + d
     if EARLY:
-        gdc_launch_dependents()
-        for start in range(0, K, BK):
-            _fetch(weight, one, start, K, BK)
-            _fetch(weight, two, start, K, BK)
+        if FETCH:
+            for start in range(0, K, BK):
+                _fetch(weight, one, start, K, BK)
+                _fetch(weight, two, start, K, BK)
         gdc_wait()
+        gdc_launch_dependents()
     part = _parts_of(squares, rows, count, parts, PARTS_PAD)
+    place = rows[:, None] * 2 * HALF + d[None, :]
+    c1, c2 = tl.load(cosine + place), tl.load(cosine + place + HALF)
+    s1, s2 = tl.load(sine + place), tl.load(sine + place + HALF)
     first, second = _pair(z, weight, rows, one, two, K, BK, EVEN)
     by = tl.rsqrt(tl.sum(part, 0) / K + eps)[:, None]
     first, second = first * by, second * by
@@ -252,12 +259,9 @@ def _project(
             by = tl.rsqrt(size + eps)[:, None]
             first = first * by * tl.load(norm + d).to(tl.float32)[None, :]
             second = second * by * tl.load(norm + HALF + d).to(tl.float32)[None, :]
-        place = rows[:, None] * 2 * HALF + d[None, :]
-        c1, c2 = tl.load(cosine + place).to(tl.float32), tl.load(cosine + place + HALF).to(tl.float32)
-        s1, s2 = tl.load(sine + place).to(tl.float32), tl.load(sine + place + HALF).to(tl.float32)
         before = first
-        first = before * c1 + second * s1
-        second = second * c2 + before * s2
+        first = before * c1.to(tl.float32) + second * s1.to(tl.float32)
+        second = second * c2.to(tl.float32) + before * s2.to(tl.float32)
     place = (rows[:, None] * every + head) * 2 * HALF + d[None, :]
     there = (row < count)[:, None]
     tl.store(out + place, first.to(out.dtype.element_ty), mask=there)
@@ -268,7 +272,7 @@ def _project(
 def _gate(
     z, squares, weight, bias, out, count, K, columns, parts, eps,
     PARTS_PAD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BM + tl.arange(0, BM)
     rows = tl.minimum(row, count - 1)
@@ -276,11 +280,12 @@ def _gate(
     one = tl.minimum(column, columns - 1)
     two = one + columns
     if EARLY:
-        gdc_launch_dependents()
-        for start in range(0, K, BK):
-            _fetch(weight, one, start, K, BK)
-            _fetch(weight, two, start, K, BK)
+        if FETCH:
+            for start in range(0, K, BK):
+                _fetch(weight, one, start, K, BK)
+                _fetch(weight, two, start, K, BK)
         gdc_wait()
+        gdc_launch_dependents()
     part = _parts_of(squares, rows, count, parts, PARTS_PAD)
     first, second = _pair(z, weight, rows, one, two, K, BK, EVEN)
     by = tl.rsqrt(tl.sum(part, 0) / K + eps)[:, None]
@@ -290,14 +295,14 @@ def _gate(
         second += tl.load(bias + two).to(tl.float32)[None, :]
     result = first / (1.0 + tl.exp(-first)) * second
     there = (row < count)[:, None] & (column < columns)[None, :]
-    tl.store(out + rows[:, None] * columns + one[None, :], result.to(out.dtype.element_ty), mask=there)
+    tl.store(out + row[:, None] * columns + column[None, :], result.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _add(
     a, weight, bias, x, norm, new_x, scaled, squares, sums, arrived, count, columns, K, steps,
     SPLITS: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """One part of the inner dimension; the last program to arrive adds the parts, in their order."""
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -307,10 +312,11 @@ def _add(
     cols = tl.minimum(column, columns - 1)
     begin = split * steps * BK
     if EARLY:
-        gdc_launch_dependents()
-        for step in range(steps):
-            _fetch(weight, cols, begin + step * BK, K, BK)
+        if FETCH:
+            for step in range(steps):
+                _fetch(weight, cols, begin + step * BK, K, BK)
         gdc_wait()
+        gdc_launch_dependents()
     acc = tl.zeros([BM, BN], tl.float32)
     for step in range(steps):
         k = begin + step * BK + tl.arange(0, BK)
@@ -322,7 +328,7 @@ def _add(
             left = tl.load(left, mask=k[None, :] < K, other=0.0)
             acc = tl.dot(left, tl.load(right, mask=k[:, None] < K, other=0.0), acc, input_precision="ieee")
     there = (row < count)[:, None] & (column < columns)[None, :]
-    place = rows[:, None] * columns + cols[None, :]
+    place = row[:, None] * columns + column[None, :]  # not of clamped columns, which compilers take to be anywhere
     last = True
     if SPLITS > 1:
         tl.store(sums + split * count * columns + place, acc, mask=there)
@@ -331,15 +337,16 @@ def _add(
         last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
         if last:
             acc = tl.zeros([BM, BN], tl.float32)
-            for number in range(SPLITS):
-                acc += tl.load(sums + number * count * columns + place, cache_modifier=".cg")
+            for number in tl.static_range(SPLITS):
+                place_then = sums + number * count * columns + place
+                acc += tl.load(place_then, mask=there, other=0.0, cache_modifier=".cg")
             tl.store(counter, 0)
     if last:
         if BIAS:
-            acc += tl.load(bias + cols).to(tl.float32)[None, :]
-        total = (tl.load(x + place).to(tl.float32) + acc).to(new_x.dtype.element_ty)
+            acc += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        total = (tl.load(x + place, mask=there, other=0.0).to(tl.float32) + acc).to(new_x.dtype.element_ty)
         wide = tl.where(there, total.to(tl.float32), 0.0)
-        by = tl.load(norm + cols).to(tl.float32)[None, :]
+        by = tl.load(norm + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         tl.store(new_x + place, total, mask=there)
         tl.store(scaled + place, (wide * by).to(new_x.dtype.element_ty), mask=there)
-        tl.store(squares + tile * count + rows, tl.sum(wide * wide, 1), mask=row < count)
+        tl.store(squares + tile * count + row, tl.sum(wide * wide, 1), mask=row < count)

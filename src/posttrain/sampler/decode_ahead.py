@@ -76,13 +76,13 @@ class Columns:
     state: Tensor  # [8, most] long: row, leader's row, tokens shared with it, those that its team reads, position,
     # token, stream, number of draw
     temperatures: Tensor  # [most] float32; 0 = greedy
-    teams: Tensor  # [most // 4, members] long: columns whose shared tokens are read together, -1 where there are fewer
+    teams: Tensor  # [most // 4, 2 + members] long: leader's row, tokens read together (0: no team), columns or -1
 
     @classmethod
     def of(cls, max_batch: int, device: torch.device, *, members: int = TEAM) -> Columns:
         most = bucket_of(max_batch)
         state = torch.zeros(8, most, dtype=torch.long, device=device)
-        teams = torch.full((teams_for(most), members), -1, dtype=torch.long, device=device)
+        teams = torch.zeros(teams_for(most), 2 + members, dtype=torch.long, device=device)
         return cls(state, torch.ones(most, device=device), teams)
 
 
@@ -178,13 +178,15 @@ class DecodeAhead:
 
     def _team_up(self, families: Sequence[tuple[int, int]]) -> None:
         """Of all columns, padding included: it must compute what its twin computes."""
-        most, members = self._columns.teams.shape
-        teams = teams_of(families, members, min(most, teams_for(len(families))))
-        padded = [[*team, *[-1] * (members - len(team))] for team in teams]
-        table = torch.tensor(padded + [[-1] * members] * (most - len(teams)))
+        most, width = self._columns.teams.shape
+        teams = teams_of(families, width - 2, min(most, teams_for(len(families))))
+        table = torch.full((most, width), -1)
+        table[:, :2] = 0
         together = torch.zeros(len(families), dtype=torch.long)
-        for team in teams:
-            together[team] = families[team[0]][1]
+        for number, team in enumerate(teams):
+            row = [*families[team[0]], *team]
+            table[number, : len(row)] = torch.tensor(row)
+            together[team] = row[1]
         self._columns.teams.copy_(self._sent(table))
         self._columns.state[TOGETHER, : len(families)] = self._sent(together)
 
