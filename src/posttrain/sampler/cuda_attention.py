@@ -3,8 +3,8 @@
     out_b = softmax(scale * q_b [K_leader[:shared], K_row[shared:position], k_new]) [V_leader .., V_row .., v_new]
 
 Sequences whose first `shared` tokens are the same form teams: a program reads these keys once for the queries of a
-whole team, and other programs read what each sequence has of its own. A long past is cut into parts besides. Whoever
-leaves the last part of a sequence merges all of them, weighted by their share of the softmax's denominator.
+whole team, and other programs read what each sequence has of its own. A long past is cut into parts besides. The last
+program of a sequence waits for those of its other parts, all of them launched before it, and adds what they left.
 Only bookkeeping tensors say where everything stands, so that a CUDA graph can replay the launch unchanged.
 """
 
@@ -26,7 +26,8 @@ SMALLEST_GROUP = 16  # queries of a key head, padded to what tensor cores take
 PROGRAMS_WANTED = 256  # about two per multiprocessor of an H100
 MOST_SPLITS = 32
 MOST_REGISTERS = 168  # three programs of four warps on a multiprocessor
-TEAM_SPLITS = 4  # parts of what a team shares
+TEAM_SPLITS = 8  # parts of what a team shares
+MOST_AT_ONCE = 8  # parts that are fetched together
 TEAM_QUERIES = 128  # at most, with padding
 
 
@@ -61,7 +62,7 @@ def decode_attention(
     key_heads, value_dim = new_value.shape[0], new_value.shape[2]
     group, members = heads // key_heads, teams.shape[1] - 2
     out = torch.empty(count, heads, value_dim, dtype=query.dtype, device=query.device)
-    parts = splits + TEAM_SPLITS
+    parts = splits - 1 + TEAM_SPLITS
     partial = torch.empty(count, heads, parts, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(count, heads, parts, dtype=torch.float32, device=query.device)
     early = starts_early(query.device)
@@ -71,7 +72,7 @@ def decode_attention(
         *query.stride()[:2], *new_key.stride()[:2], *new_value.stride()[:2],
         places.stride(0), keys.shape[2], scaling, keys.shape[2] if window is None else window,
         len(teams) * TEAM_SPLITS,
-        SPLITS=splits, TEAM_SPLITS=TEAM_SPLITS, PARTS_PAD=triton.next_power_of_2(parts), WINDOW=window is not None,
+        SPLITS=splits, TEAM_SPLITS=TEAM_SPLITS, CHUNK=min(triton.next_power_of_2(parts), MOST_AT_ONCE), WINDOW=window is not None,
         MEMBERS=members, MEMBER=max(triton.next_power_of_2(group), SMALLEST_GROUP // members), KEY_HEADS=key_heads,
         GROUP=group, GROUP_PAD=max(SMALLEST_GROUP, triton.next_power_of_2(group)),
         D=dim, D_PAD=max(16, triton.next_power_of_2(dim)),
@@ -86,7 +87,7 @@ def decode_attention(
 def _attend(
     query, new_key, new_value, keys, values, places, teams, out, partial, lse, arrived,
     q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, team_programs,
-    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
     MEMBERS: tl.constexpr, MEMBER: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -95,34 +96,34 @@ def _attend(
     program, head = tl.program_id(0), tl.program_id(1)
     if program < team_programs:
         _for_team(
-            program, head, query, keys, values, places, teams, out, partial, lse, arrived,
-            q_head, q_token, places_stride, capacity, scaling, window, SPLITS, TEAM_SPLITS, PARTS_PAD, WINDOW,
+            program, head, query, keys, values, places, teams, partial, lse, arrived,
+            q_head, q_token, places_stride, capacity, scaling, window, SPLITS, TEAM_SPLITS, WINDOW,
             MEMBERS, MEMBER, KEY_HEADS, GROUP, D, D_PAD, DV, DV_PAD, BLOCK, EARLY,
         )  # fmt: skip
     else:
         _for_sequence(
             program - team_programs, head, query, new_key, new_value, keys, values, places, out, partial, lse, arrived,
             q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window,
-            SPLITS, TEAM_SPLITS, PARTS_PAD, WINDOW, KEY_HEADS, GROUP, GROUP_PAD, D, D_PAD, DV, DV_PAD, BLOCK, EARLY,
+            SPLITS, TEAM_SPLITS, CHUNK, WINDOW, KEY_HEADS, GROUP, GROUP_PAD, D, D_PAD, DV, DV_PAD, BLOCK, EARLY,
         )  # fmt: skip
 
 
 @triton.jit
 def _for_team(
-    program, head, query, keys, values, places, teams, out, partial, lse, arrived,
+    program, head, query, keys, values, places, teams, partial, lse, arrived,
     q_head, q_token, places_stride, capacity, scaling, window,
-    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     MEMBERS: tl.constexpr, MEMBER: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of what a team shares, for the queries of its members."""
-    PARTS: tl.constexpr = SPLITS + TEAM_SPLITS
+    PARTS: tl.constexpr = SPLITS - 1 + TEAM_SPLITS  # that others leave for the last of a sequence
     d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     table, split = teams + program // TEAM_SPLITS * (MEMBERS + 2), program % TEAM_SPLITS
     leader, shared = tl.load(table), tl.load(table + 1)
-    row, member = tl.arange(0, MEMBERS * MEMBER), tl.arange(0, MEMBERS)
-    g, column, columns = row % MEMBER, tl.load(table + 2 + row // MEMBER), tl.load(table + 2 + member)
+    row = tl.arange(0, MEMBERS * MEMBER)
+    g, column = row % MEMBER, tl.load(table + 2 + row // MEMBER)
     valid = (g < GROUP) & (column >= 0)
     column = tl.maximum(column, 0)
     low = tl.zeros([MEMBERS * MEMBER], tl.int64)
@@ -152,30 +153,24 @@ def _for_team(
             seen = there[None, :] & (token[None, :] >= low[:, None])
             k, v = _keys(keys, values, base + token, there, d, dv, D, DV)
             top, total, sums = _seen(q, k, v, seen, top, total, sums, scaling)
-        number = column * KEY_HEADS * GROUP + heads
-        _leave(partial, lse, number * PARTS + SPLITS + split, valid, dv, top, total, sums, DV)
+        part = (column * KEY_HEADS * GROUP + heads) * PARTS + SPLITS - 1 + split
+        _leave(partial, lse, part, valid, dv, top, total, sums, DV)
         tl.debug_barrier()
-        counter = arrived + columns * KEY_HEADS + head
-        done = tl.atomic_add(counter, 1, mask=columns >= 0, sem="acq_rel") == PARTS - 1
-        done = done & (columns >= 0)
-        tl.debug_barrier()
-        tl.store(counter, 0, mask=done)
-        mine = tl.reshape(tl.broadcast_to(done[:, None], [MEMBERS, MEMBER]), [MEMBERS * MEMBER])
-        if tl.max(mine.to(tl.int32), 0) > 0:
-            _merge(partial, lse, out, number, mine & valid, dv, PARTS, PARTS, PARTS_PAD, MEMBERS * MEMBER, DV, DV_PAD)
+        columns = tl.load(table + 2 + tl.arange(0, MEMBERS))
+        tl.atomic_add(arrived + columns * KEY_HEADS + head, 1, mask=columns >= 0, sem="release")
 
 
 @triton.jit
 def _for_sequence(
     program, head, query, new_key, new_value, keys, values, places, out, partial, lse, arrived,
     q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window,
-    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of what a sequence has of its own; the last part is the one with the new token."""
-    PARTS: tl.constexpr = SPLITS + TEAM_SPLITS
+    PARTS: tl.constexpr = SPLITS - 1 + TEAM_SPLITS  # that others leave for the last of a sequence
     d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     b, split = program // SPLITS, program % SPLITS
     row, leader = tl.load(places + b), tl.load(places + places_stride + b)
@@ -208,7 +203,14 @@ def _for_sequence(
         place = (tl.where(token < shared, leader, row) * KEY_HEADS + head) * capacity + token
         k, v = _keys(keys, values, place, there, d, dv, D, DV)
         top, total, sums = _seen(q, k, v, there[None, :], top, total, sums, scaling)
-    if split == SPLITS - 1:  # the new token itself, which nobody has to find in the cache
+    valid = g < GROUP
+    number = b * KEY_HEADS * GROUP + heads
+    counter = arrived + b * KEY_HEADS + head
+    if split < SPLITS - 1:
+        _leave(partial, lse, number * PARTS + split, valid, dv, top, total, sums, DV)
+        tl.debug_barrier()
+        tl.atomic_add(counter, 1, sem="release")
+    else:
         place = (row * KEY_HEADS + head) * capacity + position
         tl.store(keys + place * D + d, new_k, mask=d < D)
         tl.store(values + place * DV + dv, new_v, mask=dv < DV)
@@ -218,21 +220,14 @@ def _for_sequence(
         shrink = tl.exp(top - higher)
         sums = sums * shrink[:, None] + weight[:, None] * new_v.to(tl.float32)[None, :]
         total = total * shrink + weight
-        top = higher
-    valid = g < GROUP
-    number = b * KEY_HEADS * GROUP + heads
-    expected = SPLITS + tl.where(begin > 0, TEAM_SPLITS, 0)
-    if expected == 1:
-        there = valid[:, None] & (dv[None, :] < DV)
-        result = (sums / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + number[:, None] * DV + dv[None, :], result, mask=there)
-    else:
-        _leave(partial, lse, number * PARTS + split, valid, dv, top, total, sums, DV)
-        tl.debug_barrier()
-        counter = arrived + b * KEY_HEADS + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == expected - 1:
+        expected = SPLITS - 1 + tl.where(begin > 0, TEAM_SPLITS, 0)
+        if expected > 0:
+            while tl.atomic_add(counter, 0, sem="acquire") < expected:
+                pass
             tl.store(counter, 0)
-            _merge(partial, lse, out, number, valid, dv, expected, PARTS, PARTS_PAD, GROUP_PAD, DV, DV_PAD)
+            total, sums = _gathered(partial, lse, number, valid, dv, expected, higher, total, sums, PARTS, CHUNK, DV)
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + number[:, None] * DV + dv[None, :], result, mask=valid[:, None] & (dv[None, :] < DV))
 
 
 @triton.jit
@@ -267,25 +262,24 @@ def _leave(partial, lse, part, valid, dv, top, total, sums, DV: tl.constexpr):
 
 
 @triton.jit
-def _merge(
-    partial, lse, out, number, valid, dv, expected,
-    PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+def _gathered(
+    partial, lse, number, valid, dv, expected, top, total, sums,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """The first `expected` parts of the queries `number`, which others have left just now."""
-    part = tl.arange(0, PARTS_PAD)
-    place = number[:, None] * PARTS + part[None, :]
-    known = valid[:, None] & (part[None, :] < expected)
-    sizes = tl.load(lse + place, mask=known, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(sizes, 1)
-    weights = tl.exp(sizes - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    weights = weights / tl.where(valid, tl.sum(weights, 1), 1.0)[:, None]
-    there = valid[:, None] & (dv[None, :] < DV)
-    result = tl.zeros([ROWS, DV_PAD], tl.float32)
-    AT_ONCE: tl.constexpr = min(PARTS, 4)  # fetched together: each takes as long as all
-    for start in range(0, expected, AT_ONCE):
-        for ahead in tl.static_range(AT_ONCE):
-            left = partial + (number * PARTS + start + ahead)[:, None] * DV + dv[None, :]
-            one = tl.load(left, mask=there & (start + ahead < expected), other=0.0, cache_modifier=".cg")
-            weight = tl.sum(tl.where(part[None, :] == start + ahead, weights, 0.0), 1)
-            result += one * weight[:, None]
-    tl.store(out + number[:, None] * DV + dv[None, :], result.to(out.dtype.element_ty), mask=there)
+    """Denominator and sums with the first `expected` parts of the queries `number`, too, which others have left."""
+    for start in range(0, expected, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        place = number[:, None] * PARTS + part[None, :]
+        known = valid[:, None] & (part[None, :] < expected)
+        sizes = tl.load(lse + place, mask=known, other=float("-inf"), cache_modifier=".cg")
+        there = known[:, :, None] & (dv[None, None, :] < DV)
+        left = tl.load(
+            partial + place[:, :, None] * DV + dv[None, None, :], mask=there, other=0.0, cache_modifier=".cg"
+        )
+        higher = tl.maximum(top, tl.max(sizes, 1))
+        weights = tl.exp(sizes - higher[:, None])
+        shrink = tl.exp(top - higher)
+        sums = sums * shrink[:, None] + tl.sum(left * weights[:, :, None], 1)
+        total = total * shrink + tl.sum(weights, 1)
+        top = higher
+    return total, sums
