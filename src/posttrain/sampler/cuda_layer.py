@@ -3,9 +3,8 @@
     embed -> project (norm, query-key-value, rotary) -> [attention] -> add (output, residual) -> gate (norm, SwiGLU)
           -> add (down, residual) -> project of the next layer ...
 
-A step is bound by launches and by one pass over the weights. So a kernel starts while the one before it still runs
-(programmatic dependent launch), fetches its weights into the L2 cache, and only then waits for its input. RMSNorm
-needs a whole row, of which no program has more than a part: whoever makes a row of the residual stream leaves the sums
+A step is bound by launches and by one pass over the weights. So a kernel is there while the one before it still runs
+(programmatic dependent launch), and only waits for its input. RMSNorm needs a whole row, of which no program has more than a part: whoever makes a row of the residual stream leaves the sums
 of its squares by parts, and the row times the norm's weight; whoever multiplies with it scales the result.
 
     y = rmsnorm(x) W^T = r * ((x * norm) W^T),   r = 1 / sqrt(mean(x^2) + eps)
@@ -23,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posttrain.sampler.cuda_launch import counters, fetch, starts_early
+from posttrain.sampler.cuda_launch import counters, starts_early
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +38,10 @@ class Tile:
     splits: int = 1
 
 
-PREFETCH = True
-PROJECT = Tile(rows=32, columns=0, depth=128, stages=3)  # columns: half a head, twice
-GATE = Tile(rows=128, columns=32, depth=64)
-OUT = Tile(rows=32, columns=32, depth=128, stages=3)
-DOWN = Tile(rows=128, columns=64, depth=64, splits=8)
+PROJECT = Tile(rows=64, columns=0, depth=128, stages=5)  # columns: half a head, twice
+GATE = Tile(rows=128, columns=64, depth=128, warps=8, stages=3)
+OUT = Tile(rows=64, columns=32, depth=128, stages=5)
+DOWN = Tile(rows=64, columns=64, depth=128, splits=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +147,8 @@ def _for_rows(tile: Tile, rows: int) -> Tile:
 
 def _how(tile: Tile, weight: Tensor, depth: int) -> dict[str, int | bool]:
     early, at_once = starts_early(weight.device), tile.depth * 2 // weight.itemsize
-    how = {
-        "BM": tile.rows,
-        "BK": at_once,
-        "EVEN": depth % (at_once * tile.splits) == 0,
-        "EARLY": early,
-        "FETCH": early and PREFETCH,
-    }
+    how = {"BM": tile.rows, "BK": at_once, "EVEN": depth % (at_once * tile.splits) == 0, "EARLY": early}
     return how | {"launch_pdl": early, "num_warps": tile.warps, "num_stages": tile.stages}
-
-
-@triton.jit
-def _fetch(weight, columns, first, K, SPAN: tl.constexpr):
-    """Weights [columns, first : first + SPAN] on their way into the L2 cache, by lines of 128 bytes."""
-    LINE: tl.constexpr = min(SPAN, 1024 // weight.dtype.element_ty.primitive_bitwidth)
-    place = tl.minimum(first + tl.arange(0, SPAN // LINE) * LINE, K - 1)
-    fetch(weight + columns[:, None].to(tl.int64) * K + place[None, :])
 
 
 @triton.jit
@@ -226,7 +210,7 @@ def _project(
     z, squares, weight, bias, cosine, sine, query_norm, key_norm, out,
     count, K, parts, queries, turned, eps,
     PARTS_PAD: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, HEAD_NORMS: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head, by halves. Heads below `queries` are queries, below `turned` keys, then values."""
     head = tl.program_id(0)
@@ -236,10 +220,6 @@ def _project(
     d = tl.arange(0, HALF)
     one, two = head * 2 * HALF + d, head * 2 * HALF + HALF + d
     if EARLY:
-        if FETCH:
-            for start in range(0, K, BK):
-                _fetch(weight, one, start, K, BK)
-                _fetch(weight, two, start, K, BK)
         gdc_wait()
         gdc_launch_dependents()
     part = _parts_of(squares, rows, count, parts, PARTS_PAD)
@@ -272,7 +252,7 @@ def _project(
 def _gate(
     z, squares, weight, bias, out, count, K, columns, parts, eps,
     PARTS_PAD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BM + tl.arange(0, BM)
     rows = tl.minimum(row, count - 1)
@@ -280,10 +260,6 @@ def _gate(
     one = tl.minimum(column, columns - 1)
     two = one + columns
     if EARLY:
-        if FETCH:
-            for start in range(0, K, BK):
-                _fetch(weight, one, start, K, BK)
-                _fetch(weight, two, start, K, BK)
         gdc_wait()
         gdc_launch_dependents()
     part = _parts_of(squares, rows, count, parts, PARTS_PAD)
@@ -302,7 +278,7 @@ def _gate(
 def _add(
     a, weight, bias, x, norm, new_x, scaled, squares, sums, arrived, count, columns, K, steps,
     SPLITS: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of the inner dimension; the last program to arrive adds the parts, in their order."""
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -312,9 +288,6 @@ def _add(
     cols = tl.minimum(column, columns - 1)
     begin = split * steps * BK
     if EARLY:
-        if FETCH:
-            for step in range(steps):
-                _fetch(weight, cols, begin + step * BK, K, BK)
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros([BM, BN], tl.float32)
