@@ -19,6 +19,13 @@ def starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on its multiprocessor."""
+    if device.type != "cuda":
+        return 1 << 20
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def counters(device: torch.device, count: int) -> Tensor:
     """Of programs that have left their part for the last one to add up: int32, zero between two launches.
 

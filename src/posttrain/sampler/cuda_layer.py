@@ -4,8 +4,9 @@
           -> add (down, residual) -> project of the next layer ...
 
 A step is bound by launches and by one pass over the weights. So a kernel is there while the one before it still runs
-(programmatic dependent launch), and only waits for its input. RMSNorm needs a whole row, of which no program has more than a part: whoever makes a row of the residual stream leaves the sums
-of its squares by parts, and the row times the norm's weight; whoever multiplies with it scales the result.
+(programmatic dependent launch), and only waits for its input. RMSNorm needs a whole row, of which no program has more
+than a part: whoever makes a row of the residual stream leaves the sums of its squares by parts, and the row times the
+norm's weight; whoever multiplies with it scales the result.
 
     y = rmsnorm(x) W^T = r * ((x * norm) W^T),   r = 1 / sqrt(mean(x^2) + eps)
 """
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posttrain.sampler.cuda_launch import counters, starts_early
+from posttrain.sampler.cuda_launch import counters, shared_memory, starts_early
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ PROJECT = Tile(rows=64, columns=0, depth=128, stages=5)  # columns: half a head,
 GATE = Tile(rows=128, columns=64, depth=128, warps=8, stages=3)
 OUT = Tile(rows=64, columns=32, depth=128, stages=5)
 DOWN = Tile(rows=64, columns=64, depth=128, splits=4)
+MOST_PARTS = 64  # of a row of the residual stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def project(
         stream.scaled, stream.squares, weight, weight if bias is None else bias, *turn, *norms, out,
         rows, width, len(stream.squares), every - 2 * key_heads, every - key_heads, eps,
         PARTS_PAD=triton.next_power_of_2(len(stream.squares)), HALF=size // 2, BIAS=bias is not None,
-        HEAD_NORMS=head_norms is not None, **_how(tile, weight, width),
+        HEAD_NORMS=head_norms is not None, **_how(tile, size, weight, width),
     )  # fmt: skip
     return out.split([every - 2 * key_heads, key_heads, key_heads], dim=1)  # type: ignore[return-value]
 
@@ -109,7 +111,7 @@ def gate(stream: Stream, product: tuple[Tensor, Tensor | None], eps: float) -> T
         stream.scaled, stream.squares, weight, weight if bias is None else bias, out,
         rows, width, columns, len(stream.squares), eps,
         PARTS_PAD=triton.next_power_of_2(len(stream.squares)), BN=tile.columns, BIAS=bias is not None,
-        **_how(tile, weight, width),
+        **_how(tile, 2 * tile.columns, weight, width),
     )  # fmt: skip
     return out
 
@@ -119,7 +121,7 @@ def add(stream: Stream, rows_in: Tensor, product: tuple[Tensor, Tensor | None], 
     weight, bias = product
     rows, depth = rows_in.shape
     columns = len(weight)
-    tile = _for_rows(tile, rows)
+    tile = replace(_for_rows(tile, rows), columns=max(tile.columns, triton.next_power_of_2(columns // MOST_PARTS)))
     across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
     x = torch.empty_like(stream.x)
     made = Stream(x, torch.empty_like(x), torch.empty(across, rows, dtype=torch.float32, device=x.device))
@@ -130,7 +132,7 @@ def add(stream: Stream, rows_in: Tensor, product: tuple[Tensor, Tensor | None], 
     _add[(across, down, tile.splits)](
         rows_in, weight, weight if bias is None else bias, stream.x, norm, made.x, made.scaled, made.squares,
         parts, arrived, rows, columns, depth, _steps(depth, tile, weight),
-        SPLITS=tile.splits, BN=tile.columns, BIAS=bias is not None, **_how(tile, weight, depth),
+        SPLITS=tile.splits, BN=tile.columns, BIAS=bias is not None, **_how(tile, tile.columns, weight, depth),
     )  # fmt: skip
     return made
 
@@ -145,10 +147,13 @@ def _for_rows(tile: Tile, rows: int) -> Tile:
     return replace(tile, rows=min(tile.rows, max(16, triton.next_power_of_2(rows))))
 
 
-def _how(tile: Tile, weight: Tensor, depth: int) -> dict[str, int | bool]:
+def _how(tile: Tile, columns: int, weight: Tensor, depth: int) -> dict[str, int | bool]:
+    """columns: of weights that a program reads at a time. As many stages as its multiprocessor has memory for."""
     early, at_once = starts_early(weight.device), tile.depth * 2 // weight.itemsize
+    stage = (tile.rows + columns) * at_once * weight.itemsize
     how = {"BM": tile.rows, "BK": at_once, "EVEN": depth % (at_once * tile.splits) == 0, "EARLY": early}
-    return how | {"launch_pdl": early, "num_warps": tile.warps, "num_stages": tile.stages}
+    stages = max(1, min(tile.stages, shared_memory(weight.device) // stage))
+    return how | {"launch_pdl": early, "num_warps": tile.warps, "num_stages": stages}
 
 
 @triton.jit
