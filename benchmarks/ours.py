@@ -21,11 +21,12 @@ from posttrain.loops.credit import assign_credit
 from posttrain.loops.learner import make_learner
 from posttrain.loops.update import update
 from posttrain.rewards.config import load_reward
+from posttrain.rewards.scoring import Reward
 from posttrain.rollout import Limits, RolloutSpec
 from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.task import Task
-from posttrain.trajectory import Episode
+from posttrain.trajectory import Episode, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +128,16 @@ class Ours:
         self.renderer = Renderer(tokenizer)
         workers = workers_for(self.learner.policy.device)
         self.sampler = NativeSampler(self.learner.policy, tokenizer, **{"workers": workers, **(sampler or {})})
-        self.rewards = {None: load_reward(coin)}
+        self.rewards: dict[str | None, Reward] = {None: load_reward(coin)}
 
     def step(self, round_: int) -> Timing:
+        trajectories: list[Trajectory] = []
+
+        async def roll_out() -> None:
+            trajectories.extend(await self.rollout(round_))
+
         started = time.perf_counter()
-        trajectories = asyncio.run(self.rollout(round_))
+        asyncio.run(roll_out())  # which writes what a coroutine returns as a text, thrown away: 25 ms for all tokens
         rolled_out = time.perf_counter()
         batch = assign_credit(usable(trajectories), self.learner)
         updates = update(self.learner, batch, step=round_)
@@ -144,7 +150,7 @@ class Ours:
         tokens = sum(t.policy_token_count for t in trajectories)
         return Timing(rolled_out - started, done - rolled_out, tokens)
 
-    async def rollout(self, round_: int):
+    async def rollout(self, round_: int) -> list[Trajectory]:
         work, made = self.work, iter(range(self.work.episodes))
         sampler = ForcedLengths(self.sampler, work, round_)
         limits = Limits(

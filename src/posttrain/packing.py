@@ -89,7 +89,7 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
         group_index=torch.tensor(group_index).repeat_interleave(repeats),
         rollout_logprobs=_joined((t.rollout_logprobs for t in trajectories), "f"),
         policy_versions=_joined((t.policy_versions for t in trajectories), "q"),
-        rewards=_joined((t.rewards or [0.0] * len(t) for t in trajectories), "f"),
+        rewards=torch.as_tensor(np.concatenate([_rewards(t) for t in trajectories])),
         lengths=lengths,
         streams=_pack_streams(trajectories),
     )
@@ -106,6 +106,10 @@ def _read(values: Sequence[int | float | None], kind: str) -> np.ndarray[Any, An
         return np.frombuffer(array(kind, values), dtype=kind)  # type: ignore[arg-type]
     except TypeError:  # a None is there
         return np.frombuffer(array(kind, [math.nan if value is None else value for value in values]), dtype=kind)  # type: ignore[arg-type]
+
+
+def _rewards(trajectory: Trajectory) -> np.ndarray[Any, Any]:
+    return np.zeros(len(trajectory), "f") if trajectory.rewards is None else _read(trajectory.rewards, "f")
 
 
 def _pack_streams(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from posttrain.sampler.cuda_attention import decode_attention, splits_for
 from posttrain.sampler.cuda_draw import draw_and_advance
 from posttrain.sampler.decode_ahead import POSITION, TOKEN, Columns, teams_for
-from posttrain.sampler.joined_decoder import joined_decoder
 from posttrain.sampler.kv_cache import KVCache
+from posttrain.sampler.lean_decoder import Written
 from posttrain.trainer.fused import head_product
 from posttrain.trainer.policy import Policy, head_of
 
@@ -80,9 +80,9 @@ class _Captured:
 class CudaGraphs:
     """`Steps` on a GPU."""
 
-    def __init__(self, policy: Policy, cache: KVCache, columns: Columns) -> None:
+    def __init__(self, policy: Policy, decoder: Written, cache: KVCache, columns: Columns) -> None:
         self._policy = policy
-        self._decoder = joined_decoder(policy) or policy
+        self._decoder = decoder
         self._cache = cache
         self._columns = columns
         self._captured: dict[int, _Captured] = {}

@@ -43,6 +43,8 @@ PROJECT = Tile(rows=64, columns=0, depth=128, stages=5)  # columns: half a head,
 GATE = Tile(rows=128, columns=64, depth=128, warps=8, stages=3)
 OUT = Tile(rows=64, columns=32, depth=128, stages=5)
 DOWN = Tile(rows=64, columns=64, depth=128, splits=4)
+MANY_ROWS = 512  # from here on the products themselves count, not their launches: prompts
+LARGE = Tile(rows=128, columns=128, depth=64, warps=8)
 MOST_PARTS = 64  # of a row of the residual stream
 
 
@@ -89,7 +91,7 @@ def project(
     rows, width = stream.x.shape
     every = len(weight) // size
     out = torch.empty(rows, every, size, dtype=weight.dtype, device=weight.device)
-    tile = _for_rows(PROJECT, rows)
+    tile = LARGE if rows > MANY_ROWS else _for_rows(PROJECT, rows)
     norms = (weight, weight) if head_norms is None else head_norms
     _project[(every, triton.cdiv(rows, tile.rows))](
         stream.scaled, stream.squares, weight, weight if bias is None else bias, *turn, *norms, out,
@@ -121,7 +123,8 @@ def add(stream: Stream, rows_in: Tensor, product: tuple[Tensor, Tensor | None], 
     weight, bias = product
     rows, depth = rows_in.shape
     columns = len(weight)
-    tile = replace(_for_rows(tile, rows), columns=max(tile.columns, triton.next_power_of_2(columns // MOST_PARTS)))
+    tile = LARGE if rows > MANY_ROWS else _for_rows(tile, rows)
+    tile = replace(tile, columns=max(tile.columns, triton.next_power_of_2(columns // MOST_PARTS)))
     across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
     x = torch.empty_like(stream.x)
     made = Stream(x, torch.empty_like(x), torch.empty(across, rows, dtype=torch.float32, device=x.device))

@@ -24,8 +24,9 @@ from posttrain.sampler.cached_varlen import CachedVarlen
 from posttrain.sampler.compiled_decoder import compiled_decoder
 from posttrain.sampler.decode_ahead import Columns, DecodeAhead
 from posttrain.sampler.draw import draw
+from posttrain.sampler.joined_decoder import joined_decoder
 from posttrain.sampler.kv_cache import KVCache, LayerShape
-from posttrain.sampler.lean_decoder import lean_decoder
+from posttrain.sampler.lean_decoder import Written, lean_decoder
 from posttrain.sampler.randomness import uniforms
 from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, draw_settings, ends
 from posttrain.sampler.shared_prefix import grouping, leaders
@@ -36,6 +37,7 @@ from posttrain.trainer.policy import Policy
 SHARE_AT_LEAST = 16  # tokens: shorter common prefixes are computed again rather than copied or waited for
 PATIENCE = 16  # steps that a prompt may wait while others are decoded ahead
 CAPACITY_UNIT = 32  # tokens; capacities are multiples of it
+SHORT = (torch.bfloat16, torch.float16)  # in which kernels multiply as fast for many rows as torch does
 
 
 @dataclass(slots=True)
@@ -74,7 +76,8 @@ class Engine:
         self._varlen = use_varlen(policy.device, policy.dtype, policy.module)
         self._lean = lean_decoder(policy)
         self._compiled = compiled_decoder(self._lean, self.cache)
-        self._ahead = _decode_ahead(policy, self.cache, limits.max_batch)
+        self._joined = joined_decoder(policy) if _has_kernels(policy) else None
+        self._ahead = _decode_ahead(policy, self._joined, self.cache, limits.max_batch)
         self._alike = _Alike([], [], None)
         self.forward = threading.Lock()  # held by whoever runs a forward, or must not have one run
         self._may_admit = False  # whether anything happened that could let a waiting request in
@@ -387,7 +390,8 @@ class Engine:
             ends = [position + 1 for position in positions[:decoded]]
             shared = self._shared_keys(step.decode, rows[:decoded])
             attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks, shared)
-        hidden = (self._lean or self.policy).hidden_states(packed[0], packed[2], attention)[0]
+        written = self._lean or (self._joined if self.policy.dtype in SHORT else None)
+        hidden = (written or self.policy).hidden_states(packed[0], packed[2], attention)[0]
         self._count(step, len(ids))
         return hidden
 
@@ -492,15 +496,20 @@ def _layer_shapes(policy: Policy) -> dict[int, LayerShape]:
     return probe.shapes
 
 
-def _decode_ahead(policy: Policy, cache: KVCache, max_batch: int) -> DecodeAhead | None:
-    """None where steps are taken one by one: on a CPU, without Triton, for attention that the kernel does not do."""
-    if cache.device.type != "cuda" or find_spec("triton") is None or not has_plain_scores(policy.module):
+def _has_kernels(policy: Policy) -> bool:
+    """Triton's: not on a CPU, and not for attention that the decode kernel does not do."""
+    return policy.device.type == "cuda" and find_spec("triton") is not None and has_plain_scores(policy.module)
+
+
+def _decode_ahead(policy: Policy, joined: Written | None, cache: KVCache, max_batch: int) -> DecodeAhead | None:
+    """None where steps are taken one by one."""
+    if not _has_kernels(policy):
         return None
     from posttrain.sampler.cuda_attention import team_size  # Triton comes with torch's builds for CUDA only
     from posttrain.sampler.cuda_graphs import CudaGraphs
 
     columns = Columns.of(max_batch, cache.device, members=team_size(*_heads(policy)))
-    return DecodeAhead(cache, columns, CudaGraphs(policy, cache, columns))
+    return DecodeAhead(cache, columns, CudaGraphs(policy, joined or policy, cache, columns))
 
 
 def _heads(policy: Policy) -> tuple[int, int]:
