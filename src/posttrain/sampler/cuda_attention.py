@@ -25,8 +25,8 @@ BLOCK = 64  # keys at a time
 SMALLEST_GROUP = 16  # queries of a key head, padded to what tensor cores take
 PROGRAMS_WANTED = 256  # about two per multiprocessor of an H100
 MOST_SPLITS = 32
-MOST_REGISTERS = 168  # three programs of four warps on a multiprocessor
-TEAM_SPLITS = 8  # parts of what a team shares
+MOST_REGISTERS = 128  # four programs of four warps on a multiprocessor
+TEAM_SPLITS = 4  # parts of what a team shares
 MOST_AT_ONCE = 8  # parts that are fetched together
 TEAM_QUERIES = 128  # at most, with padding
 
