@@ -29,7 +29,8 @@ class Decoder:
 
     def complete_text(self, ids: Sequence[int]) -> str:
         """Without special tokens, up to the last complete character."""
-        kept = [token_id for token_id in ids if token_id not in self._special_ids]
+        special = self._special_ids
+        kept = ids if special.isdisjoint(ids) else [token_id for token_id in ids if token_id not in special]
         text = self.text(kept)
         if text.endswith(REPLACEMENT) and _ends_inside_character(self._last_bytes(kept)):
             text = text.rstrip(REPLACEMENT)
