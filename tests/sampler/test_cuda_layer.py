@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .tiny import WIDE
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(
@@ -38,6 +40,8 @@ SIZES = {
     "rows_in_two_tiles": Sizes(37, 128, 256, (2, 1, 64), head_norms=True),
     "large_heads": Sizes(20, 256, 512, (4, 2, 128), head_norms=True),
     "short_numbers": Sizes(20, 128, 512, (2, 1, 64), biases=True, dtype=SHORT),
+    "many_rows": Sizes(520, 64, 96, (2, 1, 32), biases=True),
+    "many_parts_of_a_row": Sizes(3, 2112, 64, (2, 1, 16)),
     "short_large": Sizes(3, 256, 768, (4, 2, 128), head_norms=True, dtype=SHORT),
 }
 
@@ -171,8 +175,7 @@ def test_attention(name: str) -> None:
     for _ in range(2):  # the second time finds counters as the first one left them
         found = decode_attention(
             query,
-            key,
-            value,
+            (key, value),
             layer,
             torch.tensor(columns, device=DEVICE),
             torch.tensor(table, device=DEVICE),
@@ -183,3 +186,44 @@ def test_attention(name: str) -> None:
         assert_close(found, torch.stack(expected), scene.dtype)
         assert all(torch.equal(one, other) for one, other in zip(layer, cached, strict=True))
         assert not counters(query.device, 1).any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="NumPy's products of a row differ by where it stands among others")
+def test_columns_that_repeat_compute_the_same() -> None:
+    """Padding of a batch: both write the same place of the cache, so not one bit may differ, in a team or without."""
+    from posttrain.sampler.cuda_attention import decode_attention, team_size
+
+    torch.manual_seed(0)
+    members, length = team_size(4, 2), 150
+    layer = tuple(random(2, 2, 200, 32) for _ in range(2))
+    query, key, value = (random(h, 1, 32).repeat(1, 11, 1) for h in (4, 2, 2))
+    for together in (0, 70):
+        columns = [[1] * 11, [0] * 11, [70] * 11, [together] * 11, [length] * 11]
+        teams = [[0, 0, *[-1] * members]] * 2
+        if together:
+            teams = [[0, 70, *range(8)], [0, 70, 8, 9, 10, *[-1] * (members - 3)]]
+        places, table = torch.tensor(columns, device=DEVICE), torch.tensor(teams, device=DEVICE)
+        found = decode_attention(query, (key, value), layer, places, table, scaling=0.25, window=None, splits=2)
+        assert found.isfinite().all()
+        assert all(torch.equal(column, found[0]) for column in found)
+
+
+@pytest.mark.parametrize(("kind", "alike"), [("default", True), ("linear", True), ("dynamic", False)])
+def test_positions_whose_frequencies_move_are_left_to_the_modules(kind: str, alike: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from posttrain.sampler.joined_decoder import _turns_alike
+
+    rope = {"rope_type": kind, "rope_theta": 10_000.0} | ({} if kind == "default" else {"factor": 4.0})
+    config = LlamaConfig(**WIDE, rope_parameters=rope)
+    decoder = LlamaForCausalLM(config).model.to(DEVICE)
+    assert _turns_alike(decoder) == alike
+
+
+def test_a_loop_has_as_many_stages_as_there_is_memory_for() -> None:
+    from posttrain.sampler.cuda_launch import stages
+
+    assert stages(3, 64 * 256 * 2, 227 << 10) == 3
+    assert stages(3, 64 * 256 * 4, 163 << 10) == 2
+    assert stages(3, 64 * 256 * 4, 99 << 10) == 1
+    assert stages(3, 64 * 512 * 4, 99 << 10) == 1  # which the compiler has to make do with

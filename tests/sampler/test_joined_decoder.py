@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posttrain.sampler.joined_decoder import JoinedDecoder, joined_decoder
+from posttrain.sampler.joined_decoder import JoinedDecoder, joined_decoder, kernels_take
 from posttrain.sampler.lean_decoder import Trial
 from posttrain.trainer.attention import PackedAttention, layout_of
 from posttrain.trainer.policy import Policy
@@ -87,3 +87,11 @@ def test_whatever_it_does_not_know_goes_through_the_modules() -> None:
     with torch.no_grad():
         model.decoder.layers[0].mlp.down_proj.weight.mul_(1.01)  # type: ignore[index, operator, union-attr]
     assert not trial.agrees(decoder)
+
+
+def test_kernels_take_what_they_have_room_for() -> None:
+    """A prompt of 64k rows through an MLP of 2 x 28672 has more places than 32 bits can count."""
+    assert kernels_take(torch.bfloat16, 16_384, 57_344)
+    assert kernels_take(torch.float32, 128, 57_344)
+    assert not kernels_take(torch.bfloat16, 65_536, 57_344)
+    assert not kernels_take(torch.float16, 128, 57_344)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posttrain.sampler.cuda_launch import counters, fetch, starts_early
+from posttrain.sampler.cuda_launch import counters, fetch, shared_memory, stages, starts_early
 from posttrain.sampler.decode_ahead import TEAM
 
 BLOCK = 64  # keys at a time
@@ -46,8 +46,7 @@ def team_size(heads: int, key_heads: int) -> int:
 
 def decode_attention(
     query: Tensor,  # [H, B, D], the last dimension contiguous
-    new_key: Tensor,  # [Hkv, B, D]
-    new_value: Tensor,  # [Hkv, B, Dv]
+    new: tuple[Tensor, Tensor],  # keys [Hkv, B, D], values [Hkv, B, Dv]
     layer: tuple[Tensor, Tensor],  # K [rows, Hkv, capacity, D], V [rows, Hkv, capacity, Dv], contiguous
     places: Tensor,  # [5, B] long: row, leader's row, tokens shared with it, tokens that a team reads, position
     teams: Tensor,  # [n, 2 + members] long: leader's row, tokens it shares (0: no team), columns or -1
@@ -57,7 +56,7 @@ def decode_attention(
     splits: int,
 ) -> Tensor:  # [B, H, Dv]
     """Stores the new keys and values at their positions and attends. Columns may repeat (padding of a batch)."""
-    keys, values = layer
+    (new_key, new_value), (keys, values) = new, layer
     heads, count, dim = query.shape
     key_heads, value_dim = new_value.shape[0], new_value.shape[2]
     group, members = heads // key_heads, teams.shape[1] - 2
@@ -66,6 +65,7 @@ def decode_attention(
     partial = torch.empty(count, heads, parts, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(count, heads, parts, dtype=torch.float32, device=query.device)
     early = starts_early(query.device)
+    fits = stages(3 if dim <= 128 else 2, BLOCK * (dim + value_dim) * keys.itemsize, shared_memory(query.device))
     _attend[(len(teams) * TEAM_SPLITS + count * splits, key_heads)](
         query, new_key, new_value, keys, values, places, teams, out, partial, lse,
         counters(query.device, count * key_heads),
@@ -79,7 +79,7 @@ def decode_attention(
         D=dim, D_PAD=max(16, triton.next_power_of_2(dim)),
         DV=value_dim, DV_PAD=max(16, triton.next_power_of_2(value_dim)),
         BLOCK=BLOCK, EARLY=early, launch_pdl=early,
-        num_warps=4 if dim <= 128 else 8, num_stages=3 if dim <= 128 else 2, maxnreg=MOST_REGISTERS,
+        num_warps=4 if dim <= 128 else 8, num_stages=fits, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -136,10 +136,7 @@ def _for_team(
     heads = head * GROUP + g
     base = (leader * KEY_HEADS + head) * capacity
     if EARLY:
-        for start in range(first, last, BLOCK):
-            place = base + tl.minimum(start + tl.arange(0, BLOCK), capacity - 1)
-            fetch(keys + place * D)
-            fetch(values + place * DV)
+        _announce(keys, values, base, first, last, capacity, D, DV, BLOCK)
         gdc_wait()
         gdc_launch_dependents()
     if shared > 0:
@@ -188,10 +185,7 @@ def _for_sequence(
     sums = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
     base = (row * KEY_HEADS + head) * capacity
     if EARLY:
-        for start in range(first, last, BLOCK):
-            place = base + tl.minimum(start + tl.arange(0, BLOCK), capacity - 1)
-            fetch(keys + place * D)
-            fetch(values + place * DV)
+        _announce(keys, values, base, first, last, capacity, D, DV, BLOCK)
         gdc_wait()
         gdc_launch_dependents()
     q_there = (g[:, None] < GROUP) & (d[None, :] < D)
@@ -215,20 +209,24 @@ def _for_sequence(
         place = (row * KEY_HEADS + head) * capacity + position
         tl.store(keys + place * D + d, new_k, mask=d < D)
         tl.store(values + place * DV + dv, new_v, mask=dv < DV)
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scaling
-        higher = tl.maximum(top, score)
-        weight = tl.exp(score - higher)
-        shrink = tl.exp(top - higher)
-        sums = sums * shrink[:, None] + weight[:, None] * new_v.to(tl.float32)[None, :]
-        total = total * shrink + weight
+        top, total, sums = _with_new(q, new_k, new_v, top, total, sums, scaling)
         expected = SPLITS - 1 + tl.where(begin > 0, TEAM_SPLITS, 0)
         if expected > 0:
             while tl.atomic_add(counter, 0, sem="acquire") < expected:
                 pass
             tl.store(counter, 0)
-            total, sums = _gathered(partial, lse, number, valid, dv, expected, higher, total, sums, PARTS, CHUNK, DV)
+            total, sums = _gathered(partial, lse, number, valid, dv, expected, top, total, sums, PARTS, CHUNK, DV)
         result = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + number[:, None] * DV + dv[None, :], result, mask=valid[:, None] & (dv[None, :] < DV))
+
+
+@triton.jit
+def _announce(keys, values, base, first, last, capacity, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr):
+    """What will be read comes into the L2 cache while the kernel before this one still makes the queries."""
+    for start in range(first, last, BLOCK):
+        place = base + tl.minimum(start + tl.arange(0, BLOCK), capacity - 1)
+        fetch(keys + place * D)
+        fetch(values + place * DV)
 
 
 @triton.jit
@@ -250,6 +248,17 @@ def _seen(q, k, v, there, top, total, sums, scaling):
     shrink = tl.exp(top - safe)
     sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     return higher, total * shrink + tl.sum(weights, 1), sums
+
+
+@triton.jit
+def _with_new(q, new_k, new_v, top, total, sums, scaling):
+    """The new token in a running softmax: every query sees it, so that no denominator stays 0."""
+    score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scaling
+    higher = tl.maximum(top, score)
+    weight = tl.exp(score - higher)
+    shrink = tl.exp(top - higher)
+    sums = sums * shrink[:, None] + weight[:, None] * new_v.to(tl.float32)[None, :]
+    return higher, total * shrink + weight, sums
 
 
 @triton.jit

@@ -47,8 +47,7 @@ class DecodeAttention:
         query, key, value = (x[0] if x.stride(-1) == 1 else x[0].contiguous() for x in (query, key, value))
         return decode_attention(
             query,
-            key,
-            value,
+            (key, value),
             self.cache.layer(layer_idx),
             self.places,
             self.teams,
@@ -111,13 +110,9 @@ class CudaGraphs:
         state = self._columns.state
         out = torch.zeros(2, size, dtype=torch.float64, device=state.device)
         before = state.clone()
-        side = torch.cuda.Stream(state.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                self._step(size, out)
-                state.copy_(before)
-        torch.cuda.current_stream().wait_stream(side)
+        for _ in range(WARM_UPS):  # in the stream of the replays, see `counters`
+            self._step(size, out)
+            state.copy_(before)
         graph = torch.cuda.CUDAGraph()
         # thread_local: another thread may be training meanwhile
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):

@@ -26,8 +26,14 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+def stages(wanted: int, size: int, memory: int) -> int:
+    """Of a loop that loads `size` bytes at a time: as many as there is `shared_memory` for."""
+    return max(1, min(wanted, memory // size))
+
+
 def counters(device: torch.device, count: int) -> Tensor:
-    """Of programs that have left their part for the last one to add up: int32, zero between two launches.
+    """Of programs that have left their part for the last one to add up: int32, zero between two launches. All launches
+    on a device share them, so all must be in one stream: two at a time would count each other's programs, for ever.
 
     Raises ValueError for more than there is room for: captured graphs remember the address."""
     if count > ROOM:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posttrain.sampler.cuda_launch import counters, shared_memory, starts_early
+from posttrain.sampler.cuda_launch import counters, shared_memory, stages, starts_early
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +151,15 @@ def _for_rows(tile: Tile, rows: int) -> Tile:
 
 
 def _how(tile: Tile, columns: int, weight: Tensor, depth: int) -> dict[str, int | bool]:
-    """columns: of weights that a program reads at a time. As many stages as its multiprocessor has memory for."""
+    """columns: of weights that a program reads at a time."""
     early, at_once = starts_early(weight.device), tile.depth * 2 // weight.itemsize
     stage = (tile.rows + columns) * at_once * weight.itemsize
     how = {"BM": tile.rows, "BK": at_once, "EVEN": depth % (at_once * tile.splits) == 0, "EARLY": early}
-    stages = max(1, min(tile.stages, shared_memory(weight.device) // stage))
-    return how | {"launch_pdl": early, "num_warps": tile.warps, "num_stages": stages}
+    return how | {
+        "launch_pdl": early,
+        "num_warps": tile.warps,
+        "num_stages": stages(tile.stages, stage, shared_memory(weight.device)),
+    }
 
 
 @triton.jit

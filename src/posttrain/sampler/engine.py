@@ -37,7 +37,7 @@ from posttrain.trainer.policy import Policy
 SHARE_AT_LEAST = 16  # tokens: shorter common prefixes are computed again rather than copied or waited for
 PATIENCE = 16  # steps that a prompt may wait while others are decoded ahead
 CAPACITY_UNIT = 32  # tokens; capacities are multiples of it
-SHORT = (torch.bfloat16, torch.float16)  # in which kernels multiply as fast for many rows as torch does
+SHORT = torch.bfloat16  # in which kernels multiply as fast for many rows as torch does
 
 
 @dataclass(slots=True)
@@ -390,7 +390,7 @@ class Engine:
             ends = [position + 1 for position in positions[:decoded]]
             shared = self._shared_keys(step.decode, rows[:decoded])
             attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks, shared)
-        written = self._lean or (self._joined if self.policy.dtype in SHORT else None)
+        written = self._lean or (self._joined if self.policy.dtype is SHORT else None)
         hidden = (written or self.policy).hidden_states(packed[0], packed[2], attention)[0]
         self._count(step, len(ids))
         return hidden
@@ -497,8 +497,11 @@ def _layer_shapes(policy: Policy) -> dict[int, LayerShape]:
 
 
 def _has_kernels(policy: Policy) -> bool:
-    """Triton's: not on a CPU, and not for attention that the decode kernel does not do."""
-    return policy.device.type == "cuda" and find_spec("triton") is not None and has_plain_scores(policy.module)
+    """Triton's, with NVIDIA's instructions: not on a CPU or on ROCm, and not for attention that the decode kernel does
+    not do."""
+    if policy.device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
+        return False
+    return has_plain_scores(policy.module)
 
 
 def _decode_ahead(policy: Policy, joined: Written | None, cache: KVCache, max_batch: int) -> DecodeAhead | None:

@@ -22,6 +22,7 @@ from posttrain.trainer.lean_layers import How
 from posttrain.trainer.policy import Policy
 
 FAR = (0, 1, 41, 1000, 30_000)  # positions whose turns are compared
+MOVING = ("dynamic", "longrope")  # kinds of rotary positions whose frequencies change with the longest sequence
 
 Turn = tuple[Tensor, Tensor]  # see `turn_at`
 
@@ -94,7 +95,9 @@ class JoinedDecoder:
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens."""
         self._find_weights()
-        hidden = self._by_kernels if token_ids.is_cuda else self._by_torch
+        widest = max(len(product.weight) for product in self._layers[0].products)
+        kernels = token_ids.is_cuda and kernels_take(self._layers[0].norm.dtype, len(token_ids), widest)
+        hidden = self._by_kernels if kernels else self._by_torch
         return hidden(token_ids, positions, attention)[None]
 
     def _by_torch(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
@@ -150,6 +153,12 @@ def joined_decoder(policy: Policy) -> JoinedDecoder | None:
     return decoder if trial.agrees(decoder) else None
 
 
+def kernels_take(dtype: torch.dtype, rows: int, widest: int) -> bool:
+    """Not float16: they multiply by a norm's weight before they divide by the size of the row, and a few numbers of a
+    row may be so large that no room is left. Nor more than 32 bits can count. widest: numbers in a row, at most."""
+    return dtype is not torch.float16 and rows * widest < 1 << 31
+
+
 def rotary_of(decoder: Any) -> tuple[Tensor, float]:
     """Frequencies of half a head, and what cosine and sine are multiplied by."""
     return decoder.rotary_emb.inv_freq, decoder.rotary_emb.attention_scaling
@@ -161,6 +170,8 @@ def _turns_alike(decoder: Any) -> bool:
 
     size = decoder.layers[0].self_attn.head_dim
     if size < 16 or size & (size - 1) or 2 * len(rotary_of(decoder)[0]) != size:
+        return False
+    if any(kind in decoder.rotary_emb.rope_type for kind in MOVING):  # a comparison would find what it has moved itself
         return False
     table, norm = decoder.embed_tokens.weight, decoder.norm.weight
     positions = torch.tensor(FAR, device=table.device)
