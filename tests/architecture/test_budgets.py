@@ -63,7 +63,7 @@ def test_functions(modules):
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Triton kernels take their pointers, strides and compile-time sizes one by one: there is no other way in."""
-    return any(ast.unparse(decorator).endswith("triton.jit") for decorator in node.decorator_list)
+    return any(ast.unparse(decorator).split("(")[0] == "triton.jit" for decorator in node.decorator_list)
 
 
 def is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
-from posttrain.sampler.joined_decoder import JoinedDecoder, joined_decoder, kernels_take
+from posttrain.sampler.joined_decoder import JoinedDecoder, joined_decoder, kernels_take, turns_move
 from posttrain.sampler.lean_decoder import Trial
 from posttrain.trainer.attention import PackedAttention, layout_of
 from posttrain.trainer.policy import Policy
 
-from .tiny import PLAIN, policy, prompt, shaken
+from .tiny import PLAIN, SIZES, policy, prompt, shaken
 
 LENGTHS = (30, 11)
 
@@ -95,3 +96,11 @@ def test_kernels_take_what_they_have_room_for() -> None:
     assert kernels_take(torch.float32, 128, 57_344)
     assert not kernels_take(torch.bfloat16, 65_536, 57_344)
     assert not kernels_take(torch.float16, 128, 57_344)
+
+
+def test_frequencies_that_move_are_known() -> None:
+    """Dynamic NTK works out its frequencies anew whenever a sequence is longer than all before."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    assert turns_move(shaken(LlamaConfig(rope_parameters=rope, **SIZES)).decoder)
+    assert not any(turns_move(shaken(make()).decoder) for make in PLAIN.values())
+    assert not turns_move(policy("gemma3").decoder)

@@ -71,9 +71,8 @@ def decode_attention(
         counters(query.device, count * key_heads),
         *query.stride()[:2], *new_key.stride()[:2], *new_value.stride()[:2],
         places.stride(0), keys.shape[2], scaling, keys.shape[2] if window is None else window,
-        len(teams) * TEAM_SPLITS,
-        SPLITS=splits, TEAM_SPLITS=TEAM_SPLITS, CHUNK=min(triton.next_power_of_2(parts), MOST_AT_ONCE),
-        WINDOW=window is not None,
+        len(teams) * TEAM_SPLITS, splits,
+        TEAM_SPLITS=TEAM_SPLITS, CHUNK=MOST_AT_ONCE, WINDOW=window is not None,
         MEMBERS=members, MEMBER=max(triton.next_power_of_2(group), SMALLEST_GROUP // members), KEY_HEADS=key_heads,
         GROUP=group, GROUP_PAD=max(SMALLEST_GROUP, triton.next_power_of_2(group)),
         D=dim, D_PAD=max(16, triton.next_power_of_2(dim)),
@@ -84,11 +83,11 @@ def decode_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["team_programs", "splits"])  # which vary with the batch
 def _attend(
     query, new_key, new_value, keys, values, places, teams, out, partial, lse, arrived,
-    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, team_programs,
-    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
+    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, team_programs, splits,
+    TEAM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
     MEMBERS: tl.constexpr, MEMBER: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -98,28 +97,28 @@ def _attend(
     if program < team_programs:
         _for_team(
             program, head, query, keys, values, places, teams, partial, lse, arrived,
-            q_head, q_token, places_stride, capacity, scaling, window, SPLITS, TEAM_SPLITS, WINDOW,
+            q_head, q_token, places_stride, capacity, scaling, window, splits, TEAM_SPLITS, WINDOW,
             MEMBERS, MEMBER, KEY_HEADS, GROUP, D, D_PAD, DV, DV_PAD, BLOCK, EARLY,
         )  # fmt: skip
     else:
         _for_sequence(
             program - team_programs, head, query, new_key, new_value, keys, values, places, out, partial, lse, arrived,
-            q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window,
-            SPLITS, TEAM_SPLITS, CHUNK, WINDOW, KEY_HEADS, GROUP, GROUP_PAD, D, D_PAD, DV, DV_PAD, BLOCK, EARLY,
+            q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, splits,
+            TEAM_SPLITS, CHUNK, WINDOW, KEY_HEADS, GROUP, GROUP_PAD, D, D_PAD, DV, DV_PAD, BLOCK, EARLY,
         )  # fmt: skip
 
 
 @triton.jit
 def _for_team(
     program, head, query, keys, values, places, teams, partial, lse, arrived,
-    q_head, q_token, places_stride, capacity, scaling, window,
-    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    q_head, q_token, places_stride, capacity, scaling, window, splits,
+    TEAM_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     MEMBERS: tl.constexpr, MEMBER: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of what a team shares, for the queries of its members."""
-    PARTS: tl.constexpr = SPLITS - 1 + TEAM_SPLITS  # that others leave for the last of a sequence
+    parts = splits - 1 + TEAM_SPLITS  # that others leave for the last of a sequence
     d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     table, split = teams + program // TEAM_SPLITS * (MEMBERS + 2), program % TEAM_SPLITS
     leader, shared = tl.load(table), tl.load(table + 1)
@@ -151,7 +150,7 @@ def _for_team(
             seen = there[None, :] & (token[None, :] >= low[:, None])
             k, v = _keys(keys, values, base + token, there, d, dv, D, DV)
             top, total, sums = _seen(q, k, v, seen, top, total, sums, scaling)
-        part = (column * KEY_HEADS * GROUP + heads) * PARTS + SPLITS - 1 + split
+        part = (column * KEY_HEADS * GROUP + heads) * parts + splits - 1 + split
         _leave(partial, lse, part, valid, dv, top, total, sums, DV)
         tl.debug_barrier()
         columns = tl.load(table + 2 + tl.arange(0, MEMBERS))
@@ -161,23 +160,23 @@ def _for_team(
 @triton.jit
 def _for_sequence(
     program, head, query, new_key, new_value, keys, values, places, out, partial, lse, arrived,
-    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window,
-    SPLITS: tl.constexpr, TEAM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
+    q_head, q_token, k_head, k_token, v_head, v_token, places_stride, capacity, scaling, window, splits,
+    TEAM_SPLITS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of what a sequence has of its own; the last part is the one with the new token."""
-    PARTS: tl.constexpr = SPLITS - 1 + TEAM_SPLITS  # that others leave for the last of a sequence
+    parts = splits - 1 + TEAM_SPLITS  # that others leave for the last of a sequence
     d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
-    b, split = program // SPLITS, program % SPLITS
+    b, split = program // splits, program % splits
     row, leader = tl.load(places + b), tl.load(places + places_stride + b)
     shared, begin = tl.load(places + 2 * places_stride + b), tl.load(places + 3 * places_stride + b)
     position = tl.load(places + 4 * places_stride + b)
     g = tl.arange(0, GROUP_PAD)
     heads = head * GROUP + g
     low = tl.maximum(position + 1 - window, begin) if WINDOW else begin
-    span = tl.cdiv(tl.cdiv(position - low, SPLITS), BLOCK) * BLOCK
+    span = tl.cdiv(tl.cdiv(position - low, splits), BLOCK) * BLOCK
     first = low + split * span
     last = tl.minimum(first + span, position)
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -201,8 +200,8 @@ def _for_sequence(
     valid = g < GROUP
     number = b * KEY_HEADS * GROUP + heads
     counter = arrived + b * KEY_HEADS + head
-    if split < SPLITS - 1:
-        _leave(partial, lse, number * PARTS + split, valid, dv, top, total, sums, DV)
+    if split < splits - 1:
+        _leave(partial, lse, number * parts + split, valid, dv, top, total, sums, DV)
         tl.debug_barrier()
         tl.atomic_add(counter, 1, sem="release")
     else:
@@ -210,12 +209,12 @@ def _for_sequence(
         tl.store(keys + place * D + d, new_k, mask=d < D)
         tl.store(values + place * DV + dv, new_v, mask=dv < DV)
         top, total, sums = _with_new(q, new_k, new_v, top, total, sums, scaling)
-        expected = SPLITS - 1 + tl.where(begin > 0, TEAM_SPLITS, 0)
+        expected = splits - 1 + tl.where(begin > 0, TEAM_SPLITS, 0)
         if expected > 0:
             while tl.atomic_add(counter, 0, sem="acquire") < expected:
                 pass
             tl.store(counter, 0)
-            total, sums = _gathered(partial, lse, number, valid, dv, expected, top, total, sums, PARTS, CHUNK, DV)
+            total, sums = _gathered(partial, lse, number, valid, dv, expected, top, total, sums, parts, CHUNK, DV)
         result = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + number[:, None] * DV + dv[None, :], result, mask=valid[:, None] & (dv[None, :] < DV))
 
@@ -273,13 +272,12 @@ def _leave(partial, lse, part, valid, dv, top, total, sums, DV: tl.constexpr):
 
 @triton.jit
 def _gathered(
-    partial, lse, number, valid, dv, expected, top, total, sums,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr, DV: tl.constexpr,
+    partial, lse, number, valid, dv, expected, top, total, sums, parts, CHUNK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Denominator and sums with the first `expected` parts of the queries `number`, too, which others have left."""
     for start in range(0, expected, CHUNK):
         part = start + tl.arange(0, CHUNK)
-        place = number[:, None] * PARTS + part[None, :]
+        place = number[:, None] * parts + part[None, :]
         known = valid[:, None] & (part[None, :] < expected)
         sizes = tl.load(lse + place, mask=known, other=float("-inf"), cache_modifier=".cg")
         there = known[:, :, None] & (dv[None, None, :] < DV)

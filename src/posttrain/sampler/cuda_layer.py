@@ -211,9 +211,20 @@ def _pair(z, weight, rows, one, two, K, BK: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _parts_of(squares, rows, count, parts, PARTS_PAD: tl.constexpr):
+def _normed_pair(
+    z, squares, weight, bias, rows, one, two, count, K, parts, eps,
+    PARTS_PAD: tl.constexpr, BIAS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The same of the stream's norm, with biases; z: the stream times the norm's weight."""
     part = tl.arange(0, PARTS_PAD)
-    return tl.load(squares + part[:, None] * count + rows[None, :], mask=part[:, None] < parts, other=0.0)
+    size = tl.load(squares + part[:, None] * count + rows[None, :], mask=part[:, None] < parts, other=0.0)
+    first, second = _pair(z, weight, rows, one, two, K, BK, EVEN)
+    by = tl.rsqrt(tl.sum(size, 0) / K + eps)[:, None]
+    first, second = first * by, second * by
+    if BIAS:
+        first += tl.load(bias + one).to(tl.float32)[None, :]
+        second += tl.load(bias + two).to(tl.float32)[None, :]
+    return first, second
 
 
 @triton.jit
@@ -233,16 +244,12 @@ def _project(
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    part = _parts_of(squares, rows, count, parts, PARTS_PAD)
     place = rows[:, None] * 2 * HALF + d[None, :]
     c1, c2 = tl.load(cosine + place), tl.load(cosine + place + HALF)
     s1, s2 = tl.load(sine + place), tl.load(sine + place + HALF)
-    first, second = _pair(z, weight, rows, one, two, K, BK, EVEN)
-    by = tl.rsqrt(tl.sum(part, 0) / K + eps)[:, None]
-    first, second = first * by, second * by
-    if BIAS:
-        first += tl.load(bias + one).to(tl.float32)[None, :]
-        second += tl.load(bias + two).to(tl.float32)[None, :]
+    first, second = _normed_pair(
+        z, squares, weight, bias, rows, one, two, count, K, parts, eps, PARTS_PAD, BIAS, BK, EVEN
+    )  # fmt: skip
     if head < turned:
         if HEAD_NORMS:
             norm = query_norm if head < queries else key_norm
@@ -273,13 +280,9 @@ def _gate(
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    part = _parts_of(squares, rows, count, parts, PARTS_PAD)
-    first, second = _pair(z, weight, rows, one, two, K, BK, EVEN)
-    by = tl.rsqrt(tl.sum(part, 0) / K + eps)[:, None]
-    first, second = first * by, second * by
-    if BIAS:
-        first += tl.load(bias + one).to(tl.float32)[None, :]
-        second += tl.load(bias + two).to(tl.float32)[None, :]
+    first, second = _normed_pair(
+        z, squares, weight, bias, rows, one, two, count, K, parts, eps, PARTS_PAD, BIAS, BK, EVEN
+    )  # fmt: skip
     result = first / (1.0 + tl.exp(-first)) * second
     there = (row < count)[:, None] & (column < columns)[None, :]
     tl.store(out + row[:, None] * columns + column[None, :], result.to(out.dtype.element_ty), mask=there)

@@ -24,7 +24,7 @@ from posttrain.sampler.cached_varlen import CachedVarlen
 from posttrain.sampler.compiled_decoder import compiled_decoder
 from posttrain.sampler.decode_ahead import Columns, DecodeAhead
 from posttrain.sampler.draw import draw
-from posttrain.sampler.joined_decoder import joined_decoder
+from posttrain.sampler.joined_decoder import joined_decoder, turns_move
 from posttrain.sampler.kv_cache import KVCache, LayerShape
 from posttrain.sampler.lean_decoder import Written, lean_decoder
 from posttrain.sampler.randomness import uniforms
@@ -498,10 +498,10 @@ def _layer_shapes(policy: Policy) -> dict[int, LayerShape]:
 
 def _has_kernels(policy: Policy) -> bool:
     """Triton's, with NVIDIA's instructions: not on a CPU or on ROCm, and not for attention that the decode kernel does
-    not do."""
+    not do, or positions that graphs cannot hold."""
     if policy.device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return False
-    return has_plain_scores(policy.module)
+    return has_plain_scores(policy.module) and not turns_move(policy.decoder)
 
 
 def _decode_ahead(policy: Policy, joined: Written | None, cache: KVCache, max_batch: int) -> DecodeAhead | None:

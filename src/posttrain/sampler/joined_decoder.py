@@ -22,7 +22,7 @@ from posttrain.trainer.lean_layers import How
 from posttrain.trainer.policy import Policy
 
 FAR = (0, 1, 41, 1000, 30_000)  # positions whose turns are compared
-MOVING = ("dynamic", "longrope")  # kinds of rotary positions whose frequencies change with the longest sequence
+MOVING = ("dynamic", "longrope")  # kinds of rotary positions, see `turns_move`
 
 Turn = tuple[Tensor, Tensor]  # see `turn_at`
 
@@ -164,6 +164,12 @@ def rotary_of(decoder: Any) -> tuple[Tensor, float]:
     return decoder.rotary_emb.inv_freq, decoder.rotary_emb.attention_scaling
 
 
+def turns_move(decoder: Any) -> bool:
+    """Whether frequencies change with the longest sequence, which is asked of the device: no graph can hold that."""
+    kinds = str(getattr(getattr(decoder, "rotary_emb", None), "rope_type", ""))  # of each kind of layers, for some
+    return any(kind in kinds for kind in MOVING)
+
+
 def _turns_alike(decoder: Any) -> bool:
     """Whether kernels can have half a head, a power of two, and positions turn by frequencies that never change."""
     from posttrain.sampler import cuda_layer  # Triton comes with torch's builds for CUDA only
@@ -171,7 +177,7 @@ def _turns_alike(decoder: Any) -> bool:
     size = decoder.layers[0].self_attn.head_dim
     if size < 16 or size & (size - 1) or 2 * len(rotary_of(decoder)[0]) != size:
         return False
-    if any(kind in decoder.rotary_emb.rope_type for kind in MOVING):  # a comparison would find what it has moved itself
+    if turns_move(decoder):  # a comparison would find what it has moved itself
         return False
     table, norm = decoder.embed_tokens.weight, decoder.norm.weight
     positions = torch.tensor(FAR, device=table.device)
