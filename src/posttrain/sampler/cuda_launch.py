@@ -37,7 +37,7 @@ def counters(device: torch.device, count: int) -> Tensor:
 
     Raises ValueError for more than there is room for: captured graphs remember the address."""
     if count > ROOM:
-        raise ValueError(f"a decode step counts {count} tiles, there is room for {ROOM}: lower sampler.max_batch")
+        raise ValueError(f"a decode step counts {count} tiles, there is room for {ROOM}: lower max_batch")
     if device not in _arrivals:
         _arrivals[device] = torch.zeros(ROOM, dtype=torch.int32, device=device)
     return _arrivals[device]

@@ -1,4 +1,5 @@
-"""Triton kernels: a decoder layer of the plainest architectures, for the few rows of a decode step, in four launches.
+"""Triton kernels: a decoder layer of the plainest architectures for the few rows of a decode step, in four launches and
+one of attention.
 
     embed -> project (norm, query-key-value, rotary) -> [attention] -> add (output, residual) -> gate (norm, SwiGLU)
           -> add (down, residual) -> project of the next layer ...
@@ -29,7 +30,7 @@ from posttrain.sampler.cuda_launch import counters, shared_memory, stages, start
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What a program computes: rows x columns of the result, `depth` of the inner dimension at a time, which is cut
-    into `splits` parts (a power of two or not) for programs of their own."""
+    into `splits` parts for programs of their own."""
 
     rows: int
     columns: int
