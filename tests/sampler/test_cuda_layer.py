@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -227,3 +228,46 @@ def test_a_loop_has_as_many_stages_as_there_is_memory_for() -> None:
     assert stages(3, 64 * 256 * 4, 163 << 10) == 2
     assert stages(3, 64 * 256 * 4, 99 << 10) == 1
     assert stages(3, 64 * 512 * 4, 99 << 10) == 1  # which the compiler has to make do with
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_cuda.py has the steps of a GPU")
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_whole_steps_draw_what_step_by_step_draws(name: str) -> None:
+    """Embedding to draw, teams and ranks that close included, in the engine that launches them ahead on a GPU."""
+    from posttrain.sampler.cuda_attention import team_size
+    from posttrain.sampler.cuda_graphs import decode_step
+    from posttrain.sampler.decode_ahead import Columns, DecodeAhead
+    from posttrain.sampler.joined_decoder import JoinedDecoder, joined_decoder
+    from posttrain.sampler.native import NativeSampler
+
+    from .test_decode_ahead import Done, several
+    from .tiny import WIDE_CONFIGS, shaken
+
+    class ByKernels(JoinedDecoder):
+        def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: Any) -> Tensor:
+            return self._by_kernels(token_ids, positions, attention)[None]
+
+    class Steps:
+        def launch(self, size: int) -> Done:
+            out = torch.zeros(2, size, dtype=torch.float64)
+            teams.append(int((columns.teams[:, 1] > 0).sum()))
+            decode_step(model, decoder, engine.cache, columns, out)
+            return Done(out.tolist())
+
+        def forget(self) -> None:
+            return None
+
+    model, teams = shaken(WIDE_CONFIGS[name]()), []
+    joined = joined_decoder(model)
+    assert (joined is None) == (name == "gemma3")
+    decoder = model if joined is None else ByKernels(model.decoder, joined._how)
+    sampler = NativeSampler(model)
+    (engine,) = sampler.engines
+    heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    columns = Columns.of(engine.limits.max_batch, engine.cache.device, members=team_size(*heads))
+    engine._ahead = DecodeAhead(engine.cache, columns, Steps())
+    ahead, plain = several(sampler, 7), several(NativeSampler(model), 7)
+    assert [s.ids for s in ahead] == [s.ids for s in plain]
+    for a, b in zip(ahead, plain, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    assert max(teams) > 0

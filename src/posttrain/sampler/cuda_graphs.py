@@ -111,19 +111,26 @@ class CudaGraphs:
         out = torch.zeros(2, size, dtype=torch.float64, device=state.device)
         before = state.clone()
         for _ in range(WARM_UPS):  # in the stream of the replays, see `counters`
-            self._step(size, out)
+            self._step(out)
             state.copy_(before)
         graph = torch.cuda.CUDAGraph()
         # thread_local: another thread may be training meanwhile
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            self._step(size, out)
+            self._step(out)
         first, second = (torch.zeros(out.shape, dtype=out.dtype).pin_memory() for _ in range(2))
         return _Captured(graph, out, (first, second))
 
-    def _step(self, size: int, out: Tensor) -> None:
-        state = self._columns.state[:, :size]
-        attention = DecodeAttention(self._cache, state[: POSITION + 1], self._columns.teams[: teams_for(size)])
-        hidden = self._decoder.hidden_states(state[TOKEN], state[POSITION], attention)[0]
-        head = head_of(self._policy.module)
-        logits = head_product(hidden, head.weight, head.bias)
-        draw_and_advance(logits, self._columns.temperatures[:size], state[POSITION:], out, self._policy.rule)
+    def _step(self, out: Tensor) -> None:
+        decode_step(self._policy, self._decoder, self._cache, self._columns, out)
+
+
+def decode_step(policy: Policy, decoder: Written, cache: KVCache, columns: Columns, out: Tensor) -> None:
+    """One token more for the first B columns, and their state moved on by it. decoder: the policy, or what stands in
+    for its layers; out: [2, B] float64 token and log-prob."""
+    size = out.shape[1]
+    state = columns.state[:, :size]
+    attention = DecodeAttention(cache, state[: POSITION + 1], columns.teams[: teams_for(size)])
+    hidden = decoder.hidden_states(state[TOKEN], state[POSITION], attention)[0]
+    head = head_of(policy.module)
+    logits = head_product(hidden, head.weight, head.bias)
+    draw_and_advance(logits, columns.temperatures[:size], state[POSITION:], out, policy.rule)
