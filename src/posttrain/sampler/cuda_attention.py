@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posttrain.sampler.cuda_launch import counters, fetch, shared_memory, stages, starts_early
+from posttrain.sampler.cuda_launch import counters, shared_memory, stages, starts_early
 from posttrain.sampler.decode_ahead import TEAM
 
 BLOCK = 64  # keys at a time
@@ -135,7 +135,6 @@ def _for_team(
     heads = head * GROUP + g
     base = (leader * KEY_HEADS + head) * capacity
     if EARLY:
-        _announce(keys, values, base, first, last, capacity, D, DV, BLOCK)
         gdc_wait()
         gdc_launch_dependents()
     if shared > 0:
@@ -182,9 +181,7 @@ def _for_sequence(
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     sums = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
-    base = (row * KEY_HEADS + head) * capacity
     if EARLY:
-        _announce(keys, values, base, first, last, capacity, D, DV, BLOCK)
         gdc_wait()
         gdc_launch_dependents()
     q_there = (g[:, None] < GROUP) & (d[None, :] < D)
@@ -217,15 +214,6 @@ def _for_sequence(
             total, sums = _gathered(partial, lse, number, valid, dv, expected, top, total, sums, parts, CHUNK, DV)
         result = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + number[:, None] * DV + dv[None, :], result, mask=valid[:, None] & (dv[None, :] < DV))
-
-
-@triton.jit
-def _announce(keys, values, base, first, last, capacity, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr):
-    """What will be read comes into the L2 cache while the kernel before this one still makes the queries."""
-    for start in range(first, last, BLOCK):
-        place = base + tl.minimum(start + tl.arange(0, BLOCK), capacity - 1)
-        fetch(keys + place * D)
-        fetch(values + place * DV)
 
 
 @triton.jit

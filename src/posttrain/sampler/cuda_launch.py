@@ -1,12 +1,8 @@
 """What the Triton kernels of a decode step have in common: when they may start, and how their programs count."""
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 HOPPER = 9  # the first generation on which a kernel may start before the one before it has ended
@@ -41,11 +37,3 @@ def counters(device: torch.device, count: int) -> Tensor:
     if device not in _arrivals:
         _arrivals[device] = torch.zeros(ROOM, dtype=torch.int32, device=device)
     return _arrivals[device]
-
-
-@triton.jit
-def fetch(places):
-    """The lines of 128 bytes at these addresses on their way into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
