@@ -29,7 +29,7 @@ class DecodeAttention:
 
     cache: KVCache
     places: Tensor  # [5, B]
-    teams: Tensor  # [n, members]
+    teams: Tensor  # [n, 2 + members]
 
     def attend(
         self,

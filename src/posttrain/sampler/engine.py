@@ -37,7 +37,6 @@ from posttrain.trainer.policy import Policy
 SHARE_AT_LEAST = 16  # tokens: shorter common prefixes are computed again rather than copied or waited for
 PATIENCE = 16  # steps that a prompt may wait while others are decoded ahead
 CAPACITY_UNIT = 32  # tokens; capacities are multiples of it
-SHORT = torch.bfloat16  # in which kernels multiply as fast for many rows as torch does
 
 
 @dataclass(slots=True)
@@ -76,8 +75,9 @@ class Engine:
         self._varlen = use_varlen(policy.device, policy.dtype, policy.module)
         self._lean = lean_decoder(policy)
         self._compiled = compiled_decoder(self._lean, self.cache)
-        self._joined = joined_decoder(policy) if _has_kernels(policy) else None
-        self._ahead = _decode_ahead(policy, self._joined, self.cache, limits.max_batch)
+        kernels = _has_kernels(policy)
+        self._joined = joined_decoder(policy) if kernels else None
+        self._ahead = _decode_ahead(policy, self._joined, self.cache, limits.max_batch) if kernels else None
         self._alike = _Alike([], [], None)
         self.forward = threading.Lock()  # held by whoever runs a forward, or must not have one run
         self._may_admit = False  # whether anything happened that could let a waiting request in
@@ -390,8 +390,8 @@ class Engine:
             ends = [position + 1 for position in positions[:decoded]]
             shared = self._shared_keys(step.decode, rows[:decoded])
             attention = CachedAttention(self.cache, packed[1], packed[2], rows[:decoded], ends, chunks, shared)
-        written = self._lean or (self._joined if self.policy.dtype is SHORT else None)
-        hidden = (written or self.policy).hidden_states(packed[0], packed[2], attention)[0]
+        joined = self._joined if self.policy.dtype is torch.bfloat16 else None  # its products of many rows are as fast
+        hidden = (self._lean or joined or self.policy).hidden_states(packed[0], packed[2], attention)[0]
         self._count(step, len(ids))
         return hidden
 
@@ -498,16 +498,14 @@ def _layer_shapes(policy: Policy) -> dict[int, LayerShape]:
 
 def _has_kernels(policy: Policy) -> bool:
     """Triton's, with NVIDIA's instructions: not on a CPU or on ROCm, and not for attention that the decode kernel does
-    not do, or positions that graphs cannot hold."""
+    not do, or positions that graphs cannot hold. Else steps are taken one by one, by the modules."""
     if policy.device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return False
     return has_plain_scores(policy.module) and not turns_move(policy.decoder)
 
 
-def _decode_ahead(policy: Policy, joined: Written | None, cache: KVCache, max_batch: int) -> DecodeAhead | None:
-    """None where steps are taken one by one."""
-    if not _has_kernels(policy):
-        return None
+def _decode_ahead(policy: Policy, joined: Written | None, cache: KVCache, max_batch: int) -> DecodeAhead:
+    """For policies that have kernels."""
     from posttrain.sampler.cuda_attention import team_size  # Triton comes with torch's builds for CUDA only
     from posttrain.sampler.cuda_graphs import CudaGraphs
 
