@@ -90,6 +90,9 @@ def test_samplers_on_the_gpus_of_ranks_count_there(half_b: Path):
     apart = room_of(config(half_b, cluster={"samplers": 2}, sampler=vllm), gpu_gib=80)
     beside = room_of(config(half_b, cluster={"samplers": 2, "colocated": True}, sampler=vllm), gpu_gib=80)
     assert beside.estimate.bytes - apart.estimate.bytes == 2 * (494_032_768 * 2 + GIB + GIB // 2)
+    share = {"engine": "vllm", "options": {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1}}
+    share_of = room_of(config(half_b, cluster={"samplers": 1, "colocated": True}, sampler=share), gpu_gib=80)
+    assert share_of.estimate.named("rollout").parts["another engine"] == 8 * GIB
     native = room_of(config(half_b, cluster={"samplers": 1, "colocated": True}), gpu_gib=80)
     cache = 256 * 800 * (2 * 24 * 128) * 2  # max_batch rows of 769 tokens and some, of two key heads of 64 in 24 layers
     assert native.estimate.named("rollout").parts["another engine"] == 494_032_768 * 2 + cache

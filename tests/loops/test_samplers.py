@@ -102,6 +102,10 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         (["cluster.colocated=true"], "cluster.colocated: it is for cluster.samplers, and there are none"),
         ([*COLOCATED, "sampler.transport=broadcast"], "NCCL joins no two processes of one GPU"),
         ([*COLOCATED, "sampler.engine=vllm"], "set gpu_memory_utilization or kv_cache_memory_bytes"),
+        (
+            [*COLOCATED, "sampler.engine=vllm", "sampler.options.kv_cache_memory_bytes=null"],
+            "set gpu_memory_utilization or kv_cache_memory_bytes",
+        ),
         ([*SERVED, "cluster.samplers=1"], "vllm_server samples elsewhere already"),
         (["cluster.sampler_restarts=1"], "it is for cluster.samplers, and there are none"),
         (["cluster.timeline=x.json"], "it is Ray's, and no cluster.ray is set"),

@@ -44,7 +44,8 @@ def test_an_engine_whose_cache_has_a_size_starts_on_a_gpu_that_others_use(monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert settings_of(cache, KNOWN, torch.bfloat16)["gpu_memory_utilization"] == pytest.approx(0.01)
     assert settings_of(cache | {"gpu_memory_utilization": 0.5}, KNOWN, torch.bfloat16)["gpu_memory_utilization"] == 0.5
-    assert "gpu_memory_utilization" not in settings_of({}, KNOWN, torch.bfloat16), "vLLM's own"
+    for own in ({}, {"kv_cache_memory_bytes": None}):
+        assert "gpu_memory_utilization" not in settings_of(own, KNOWN, torch.bfloat16), "vLLM's own"
 
 
 @pytest.mark.parametrize(

@@ -307,10 +307,10 @@ def _kv_budget(gib: Any, layout: Layout, size: int | None) -> float | None:
 
 def _vllm_bytes(options: dict[str, Any], shape: ModelShape, layout: Layout, size: int | None) -> int:
     """The share of the GPU that vLLM takes for all it has; on a CPU its weights and its cache."""
-    weights = shape.parameters * layout.dtype_bytes
-    if layout.device == "cuda" and size is not None and "kv_cache_memory_bytes" not in options:
+    weights, cache = shape.parameters * layout.dtype_bytes, options.get("kv_cache_memory_bytes")
+    if layout.device == "cuda" and size is not None and cache is None:
         return int(size * float(options.get("gpu_memory_utilization", VLLM_SHARE)))
-    return weights + int(options.get("kv_cache_memory_bytes", VLLM_CPU_KV_GIB * GIB))
+    return weights + int(VLLM_CPU_KV_GIB * GIB if cache is None else cache)
 
 
 # -- what would fit ----------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def check_apart(sampler: SamplerConfig, cluster: ClusterConfig) -> None:
         raise key_error(
             "sampler.transport", "NCCL joins no two processes of one GPU (cluster.colocated); use shared or disk"
         )
-    if sampler.engine == "vllm" and not any(name in sampler.options for name in VLLM_MEMORY):
+    if sampler.engine == "vllm" and all(sampler.options.get(name) is None for name in VLLM_MEMORY):
         raise key_error(
             "sampler.options",
             "vLLM would take nine tenths of a GPU that it has with a rank (cluster.colocated): set "

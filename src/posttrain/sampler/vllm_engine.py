@@ -105,7 +105,7 @@ def settings_of(options: Mapping[str, Any], known: list[str], dtype: torch.dtype
                 "it made at the end of a chunk; leave it out"
             )
         defaults |= {"block_size": BLOCK, "kv_cache_memory_bytes": CPU_KV_BYTES, "enable_chunked_prefill": False}
-    elif "kv_cache_memory_bytes" in options:
+    elif options.get("kv_cache_memory_bytes") is not None:
         defaults["gpu_memory_utilization"] = LEAST_SHARE
     if int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1)) == 1:
         defaults["distributed_executor_backend"] = "uni"
