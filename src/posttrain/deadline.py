@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Never, TypeVar
 
 T = TypeVar("T")
 GRACE_SECONDS = 1.0  # what cancelled code gets to end before it is left behind
-MOST_IDLE = 64  # threads that are kept for the next call
 
 
 class DeadlinePassed(Exception):
@@ -54,38 +50,10 @@ def leave(job: asyncio.Future[Any]) -> None:
     job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no "never retrieved" warning
 
 
-class _Worker(threading.Thread):
-    """A thread for one call after another; between them it is idle, and anybody's."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True, name="posttrain-call")
-        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        self.calls.get()()
-        while len(_idle) < MOST_IDLE:
-            _idle.append(self)
-            self.calls.get()()
-
-
-_idle: deque[_Worker] = deque()
-os.register_at_fork(after_in_child=_idle.clear)  # threads are not inherited
-
-
-def _begin(work: Callable[[], None]) -> None:
-    try:
-        worker = _idle.pop()
-    except IndexError:
-        worker = _Worker()
-    worker.calls.put(work)
-
-
 async def in_thread(call: Callable[[], T]) -> T:
-    """Runs `call` in a thread that does not keep the program alive; cancelled, its result is dropped.
+    """Runs `call` in a thread of its own that does not keep the program alive; cancelled, its result is dropped.
 
-    There are as many threads as calls at a time. The event loop's executor would do neither: a few hung calls fill it,
-    and its threads are joined at the end. A thread for each call takes a quarter of a millisecond, some 30 ms a step.
+    The event loop's executor would do neither: a few hung calls fill it, and its threads are joined at the end.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Callable[[], T]] = loop.create_future()
@@ -104,7 +72,7 @@ async def in_thread(call: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, outcome)
 
-    _begin(work)
+    threading.Thread(target=work, daemon=True, name="posttrain-call").start()
     return (await future)()
 
 
