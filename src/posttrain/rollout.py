@@ -512,9 +512,9 @@ def _segments(trajectory: Trajectory, codec: TextCodec) -> list[Segment]:
 def _context_segments(trajectory: Trajectory, start: int, end: int, codec: TextCodec) -> list[Segment]:
     segments: list[Segment] = []
     for source, run in itertools.groupby(trajectory.source[start:end]):
-        end = start + len(list(run))
-        segments.append(Segment(source, codec.decode(trajectory.token_ids[start:end])))
-        start = end
+        after = start + len(list(run))
+        segments.append(Segment(source, codec.decode(trajectory.token_ids[start:after])))
+        start = after
     return segments
 
 
