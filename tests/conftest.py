@@ -24,6 +24,7 @@ LONGEST_FIRST = (  # a long file that begins late has one core work alone in the
     "cluster/test_commands.py",
     "cluster/test_apart.py",
     "invariants/test_ranks.py",
+    "test_types.py",
     "trainer/test_tensor.py",
     "algorithms/test_mutations.py",
     "cluster/test_ahead_on_ray.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +34,20 @@ class Module:
         return ast.parse(self.text)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def shown(self) -> str:
         return str(self.path.relative_to(ROOT))
 
 
 @pytest.fixture(scope="session")
 def modules() -> list[Module]:
-    return [Module(path) for path in sorted((SOURCE / "posttrain").rglob("*.py"))]
+    modules = [Module(path) for path in sorted((SOURCE / "posttrain").rglob("*.py"))]
+    gc.disable()  # hundreds of thousands of nodes come into being, and none of them is garbage
+    for module in modules:
+        _ = module.nodes
+    gc.freeze()
+    gc.enable()
+    return modules

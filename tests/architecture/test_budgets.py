@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -16,8 +16,8 @@ FORBIDDEN_NAMES = ("Base", "Manager", "Helper", "Wrapper")
 FORBIDDEN_FILES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py", "base.py"}
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -50,7 +50,7 @@ def test_functions(modules):
     sizes, over = [], []
     for module in modules:
         cap = LOOP_CAP if module.name.startswith("loops") else FUNCTION_CAP
-        for node in functions(module.tree):
+        for node in functions(module.nodes):
             entry = (length(node), f"{module.shown}:{node.lineno} {node.name}")
             sizes.append(entry)
             over += [entry] if entry[0] > cap else []
@@ -73,7 +73,7 @@ def is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def test_parameters(modules):
     counts, over = [], []
     for module in modules:
-        for node in functions(module.tree):
+        for node in functions(module.nodes):
             if is_kernel(node):
                 continue
             names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
@@ -87,7 +87,7 @@ def test_parameters(modules):
 def test_public_methods(modules):
     counts = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 public = {n.name for n in methods_of(node) if not n.name.startswith("_")}
                 counts.append((len(public), f"{module.shown} {node.name}"))
@@ -108,7 +108,7 @@ def test_names(modules):
     named = [
         f"{module.shown} {node.name}"
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef)
         and node.name.startswith(FORBIDDEN_NAMES) | node.name.endswith(FORBIDDEN_NAMES)
     ]
@@ -129,7 +129,7 @@ def test_failures_are_not_swallowed(modules):
     bare = [
         f"{module.shown}:{node.lineno}"
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or (len(node.body) == 1 and isinstance(node.body[0], ast.Pass) and is_broad(node.type)))
     ]
@@ -144,4 +144,4 @@ def is_broad(kind: ast.expr) -> bool:
     ("source", "lines"), [("def f():\n    '''a\n    b'''\n    return 1\n", 2), ("def f(): ...\n", 1)]
 )
 def test_length_does_not_count_docstrings(source: str, lines: int):
-    assert [length(node) for node in functions(ast.parse(source))] == [lines]
+    assert [length(node) for node in functions(ast.walk(ast.parse(source)))] == [lines]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import pytest
 
 from pace import allowed
+
+from .conftest import Module
 
 # Layer of each room. The longest matching prefix of a module's name counts.
 LAYERS = {
@@ -111,16 +113,18 @@ def room(name: str) -> str:
 
 
 @cache
-def imported(tree: ast.AST) -> list[tuple[str, int]]:
+def imported(module: Module) -> list[tuple[str, int]]:
     """(absolute module, line); `from a import b` gives a.b, which may be a module or a name in one."""
-    found = []
-    for node in ast.walk(tree):
+    return list(imported_by(module.nodes))
+
+
+def imported_by(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative import"
-            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
-    return found
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
 def test_every_module_has_a_layer(modules):
@@ -132,7 +136,7 @@ def test_import_direction(modules):
     wrong = []
     for module in modules:
         mine = room(module.name)
-        for target, line in imported(module.tree):
+        for target, line in imported(module):
             theirs = room(target.removeprefix("posttrain.")) if target.startswith("posttrain.") else ""
             if not theirs or not mine or theirs == mine:
                 continue
@@ -148,7 +152,7 @@ def test_import_direction(modules):
 @pytest.mark.parametrize("name", STANDARD_LIBRARY_ONLY)
 def test_these_modules_need_only_the_standard_library(modules, name: str):
     (module,) = [module for module in modules if module.name == name]
-    roots = {target.split(".")[0] for target, _ in imported(module.tree)}
+    roots = {target.split(".")[0] for target, _ in imported(module)}
     assert roots <= sys.stdlib_module_names | {"posttrain"}
 
 
@@ -158,7 +162,7 @@ def test_algorithms_know_tensors_only(modules):
     found = [module for module in modules if module.name.startswith("algorithms")]
     assert found
     for module in found:
-        names = {target for target, _ in imported(module.tree)}
+        names = {target for target, _ in imported(module)}
         assert {name.split(".")[0] for name in names} <= allowed, module.shown
         assert not [name for name in names if name.startswith("torch.distributed")], module.shown
         assert all(name.startswith("posttrain.algorithms") for name in names if name.startswith("posttrain")), (
@@ -169,7 +173,7 @@ def test_algorithms_know_tensors_only(modules):
 def test_users_envs_see_no_tensor(modules):
     for module in modules:
         if module.name.startswith("envs"):
-            assert not {target.split(".")[0] for target, _ in imported(module.tree)} & {"torch", "transformers"}
+            assert not {target.split(".")[0] for target, _ in imported(module)} & {"torch", "transformers"}
 
 
 def test_heavy_packages_only_in_their_adapters(modules):
@@ -183,17 +187,13 @@ def test_heavy_packages_only_in_their_adapters(modules):
 
 
 def top_level_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from imported(node)
+    yield from imported_by(tree.body)
 
 
-def imports_inside_functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree):
+def imports_inside_functions(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for child in ast.walk(node):
-                if isinstance(child, ast.Import | ast.ImportFrom):
-                    yield from imported(child)
+            yield from imported_by(ast.walk(node))
 
 
 OPTIONAL = HEAVY | {"rich", "torch"}  # torch: torch.utils.tensorboard
@@ -206,7 +206,7 @@ def test_imports_stand_at_the_top(modules):
         f"{module.shown}:{line}: {target}"
         for module in modules
         if room(module.name) not in ("cli", "demo", "compat")
-        for target, line in imports_inside_functions(module.tree)
+        for target, line in imports_inside_functions(module.nodes)
         if target.split(".")[0] not in OPTIONAL and not any(part.startswith("cuda_") for part in target.split("."))
     ]
     assert not wrong, "move to the top:\n" + "\n".join(wrong)

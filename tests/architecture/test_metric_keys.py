@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 
 from posttrain.runs.metrics import METRICS
 
 WORD = r"[^/]+"
 
 
-def recorded(tree: ast.Module) -> list[tuple[str, int]]:
+def recorded(nodes: Iterable[ast.AST]) -> list[tuple[str, int]]:
     """(key as a pattern, line) of calls `metrics.record("a/b", ...)`; the parts of f-strings stand for any word."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("metrics.record") and node.args:
             found.append((as_pattern(node.args[0]), node.lineno))
     return [(pattern, line) for pattern, line in found if pattern is not None]
@@ -30,7 +31,7 @@ def as_pattern(key: ast.expr) -> str | None:
 
 def test_recorded_metrics_are_declared(modules):
     declared = [re.sub(r"<\w+>", "x", key) for key in METRICS]
-    keys = [(module.shown, *entry) for module in modules for entry in recorded(module.tree)]
+    keys = [(module.shown, *entry) for module in modules for entry in recorded(module.nodes)]
     unknown = [
         f"{path}:{line}: {key}" for path, key, line in keys if not any(re.fullmatch(key, one) for one in declared)
     ]

@@ -112,7 +112,7 @@ class Line:
         """Both ends hear it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        if self._reader not in (None, threading.current_thread()):
+        if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
         self._read.close()
         self._socket.close()

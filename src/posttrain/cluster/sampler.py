@@ -144,7 +144,7 @@ def plain(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_of(said: dict[str, Any]) -> SamplingParams:
-    sets = {"stop_ids": frozenset(said["stop_ids"]), "stop_strings": tuple(said["stop_strings"])}
+    sets: dict[str, Any] = {"stop_ids": frozenset(said["stop_ids"]), "stop_strings": tuple(said["stop_strings"])}
     return SamplingParams(**said | sets)
 
 

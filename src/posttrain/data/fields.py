@@ -127,7 +127,9 @@ def _text_message(text: str, column: str) -> Message:
 
 def ends_in_reply(value: Any, column: str) -> bool:
     """Whether `messages_of` leaves out a final assistant message."""
-    value = _decoded(plain(value)) if column in COLUMNS_ENDING_IN_A_REPLY else None
+    if column not in COLUMNS_ENDING_IN_A_REPLY:
+        return False
+    value = _decoded(plain(value))
     return _looks_like_messages(value) and value[-1]["role"] == "assistant"
 
 

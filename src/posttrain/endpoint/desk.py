@@ -103,7 +103,7 @@ class Desk:
         params, policy = self._spec.params, self._agent.other_sampling
         wanted = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
         said = {key: value for key, value in wanted.items() if value is not None}
-        other = {key: value for key, value in said.items() if abs(value - getattr(params, key)) > 1e-6}
+        other: dict[str, Any] = {key: value for key, value in said.items() if abs(value - getattr(params, key)) > 1e-6}
         if not other or policy == "ignore":
             return params, True
         if policy == "exclude":

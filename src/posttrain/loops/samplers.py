@@ -140,7 +140,7 @@ def published_sampling(config: RLConfig, tokenizer: Any, policy: Policy) -> Samp
         engine = VllmSampler(policy, tokenizer, truncation="allow", **options)
     else:
         assert settings.url is not None
-        how = {"model": settings.model, "token": _token(settings), **settings.options}
+        how: dict[str, Any] = {"model": settings.model, "token": _token(settings), **settings.options}
         engine = VllmServerSampler(policy, settings.url, tokenizer, **how)
     try:
         # what `shared` is between processes, `auto` is in one: the config of a run is read for its evaluation, too

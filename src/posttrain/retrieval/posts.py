@@ -46,7 +46,7 @@ class HttpCounters:
     queries: int = 0  # as asked; equal concurrent ones travel once
     requests: int = 0  # HTTP requests, retries included
     retries: int = 0
-    failures: Counter[FailureKind] = field(default_factory=Counter["FailureKind"])  # calls that raised, by kind
+    failures: Counter[FailureKind] = field(default_factory=Counter)  # calls that raised, by kind
     seconds: float = 0.0  # waited by callers, summed over concurrent ones
 
 

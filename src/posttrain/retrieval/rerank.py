@@ -94,7 +94,7 @@ class CrossEncoder:
         assert config.model is not None
         folder = model_folder(config.model)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
             model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=_DTYPES[config.dtype])
         except (OSError, ValueError) as error:
             raise EncoderError(f"{folder} holds no sequence classifier that transformers can load: {error}") from error

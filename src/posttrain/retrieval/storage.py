@@ -76,7 +76,7 @@ class StoredPassages(Sequence[Passage]):
     def __len__(self) -> int:
         return len(self._ids)
 
-    def __getitem__(self, row: int) -> Passage:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
+    def __getitem__(self, row: int) -> Passage:  # type: ignore[override]  (no slices)
         return Passage(self._ids[row].as_py(), self._contents[row].as_py())
 
 

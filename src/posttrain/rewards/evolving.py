@@ -218,7 +218,9 @@ def _plain(entries: Mapping[str, Mapping[str, Entry]]) -> dict[str, dict[str, An
 
 
 def _entries(state: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
-    return {
-        question: {key: Entry(**{**saved, "rubric": Rubric(**saved["rubric"])}) for key, saved in inner.items()}
-        for question, inner in state.items()
-    }
+    return {question: {key: _entry(saved) for key, saved in inner.items()} for question, inner in state.items()}
+
+
+def _entry(saved: Mapping[str, Any]) -> Entry:
+    values: dict[str, Any] = {**saved, "rubric": Rubric(**saved["rubric"])}
+    return Entry(**values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that a program may have on its multiprocessor."""
     if device.type != "cuda":
         return 1 << 20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
 
 
 def stages(wanted: int, size: int, memory: int) -> int:

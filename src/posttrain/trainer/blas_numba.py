@@ -67,7 +67,7 @@ def product(sgemm, sizes, x, w, out, factors):
     scales = np.empty(2, np.float32)
     scales[0], scales[1] = factors[0], factors[1]
     letter, number, scale = letters.ctypes.data, numbers.ctypes.data, scales.ctypes.data
-    _call(  # pyright: ignore[reportCallIssue]  (numba passes the typing context)
+    _call(  # type: ignore[call-arg]  (numba passes the typing context)
         sgemm,
         (
             letter, letter + 1, number, number + 8, number + 16,
@@ -82,7 +82,7 @@ def exp2(y):
     y = LOWEST if y < LOWEST else y  # max(LOWEST, NaN) would be LOWEST
     whole = np.rint(y)
     f = y - whole
-    power = _bits_as_float((np.int32(whole) + np.int32(127)) << np.int32(23))  # pyright: ignore[reportCallIssue]
+    power = _bits_as_float((np.int32(whole) + np.int32(127)) << np.int32(23))  # type: ignore[call-arg]
     return power * (
         TERMS[0] + f * (TERMS[1] + f * (TERMS[2] + f * (TERMS[3] + f * (TERMS[4] + f * (TERMS[5] + f * TERMS[6])))))
     )

@@ -300,7 +300,7 @@ def _file_tokenizer(file: Path, header: Header) -> Any:
 
 def _given_tokenizer(place: str, header: Header) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
+        tokenizer: Any = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError) as error:
         raise GgufError(f"no tokenizer at {place}: {error}") from error
     size = header.fields.get("tokenizer.ggml.tokens", len(tokenizer))
@@ -352,7 +352,8 @@ def _begin_with_bos(tokenizer: Any) -> None:
 
 def _check(directory: Path, ids: list[int], expected: torch.Tensor) -> tuple[float, float]:
     """(largest difference of a log-prob, perplexity of the check text) of the directory, loaded in float32."""
-    again = AutoTokenizer.from_pretrained(str(directory)).encode(CHECK_TEXT)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
+    again = tokenizer.encode(CHECK_TEXT)
     if again != ids:
         raise GgufError(f"the tokenizer that was written splits a text otherwise than the file's: {again} and {ids}")
     policy = Policy.load(directory, "cpu", "float32")

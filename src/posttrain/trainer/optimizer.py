@@ -201,7 +201,9 @@ class Optimizer(Stepper):
         halves = [(parameter, master) for parameter, master in halves if master is not parameter]
         if halves:
             with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*halves, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
+                rounded: list[torch.Tensor] = [parameter for parameter, _ in halves]
+                masters: list[torch.Tensor] = [master for _, master in halves]
+                torch._foreach_copy_(rounded, masters)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def is_wide(dtype: torch.dtype) -> bool:
@@ -262,7 +264,7 @@ def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.
     )
 
 
-def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, list[nn.Parameter] | float]]:
     """Matrices decay; vectors (norms, biases) do not."""
     parameters = list(parameters)
     matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay}

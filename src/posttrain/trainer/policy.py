@@ -273,7 +273,7 @@ def scatter(values: Tensor, index: Tensor, count: int, together: Callable[[Tenso
 
 def decoder_of(module: nn.Module) -> nn.Module:
     """The stack of layers below the head. LoRA layers live inside it; prompt tuning lives around it and is refused."""
-    config = getattr(module, "active_peft_config", None)
+    config: Any = getattr(module, "active_peft_config", None)
     if config is not None and getattr(config, "is_prompt_learning", False):
         raise ModelError(
             f"{config.peft_type} puts virtual tokens before the input; only adapters inside layers train here"

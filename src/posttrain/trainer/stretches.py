@@ -215,7 +215,8 @@ class _Bucket:
         for parameter in parameters:
             self.starts[parameter] = self._numbers
         own = -(-self._numbers // (count * ROW)) * ROW
-        self._room, self._sums = count * own, None
+        self._room = count * own
+        self._sums: Tensor | None = None
         # [1, n] of what decays: AdamW tells matrices from vectors by their dimensions
         shape = (1, own) if first.dim() > 1 else (own,)
         self.master = nn.Parameter(first.new_empty(shape, dtype=torch.promote_types(first.dtype, torch.float32)))

@@ -35,7 +35,7 @@ _STRING = re.compile(
     re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.))", re.DOTALL)
-_PLAIN_ESCAPES = dict(
+_PLAIN_ESCAPES: dict[str, str] = dict(
     zip("ntrbfva\n\\'\"", ["\n", "\t", "\r", "\b", "\f", "\v", "\a", "", "\\", "'", '"'], strict=True)
 )
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
