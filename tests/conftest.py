@@ -7,6 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+
+# Before transformers. No test needs the hub, and where there is no network each question to it is asked for 40 seconds.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import torch
 
 gc.disable()  # until everything is collected: millions of objects come into being, and none of them is garbage
@@ -14,8 +18,8 @@ torch.set_num_threads(1)  # small operations stall with two OpenMP threads besid
 
 TESTS = Path(__file__).parent
 LONGEST_FIRST = (  # a long file that begins late has one core work alone in the end
-    "sampler/test_compiled_decoder.py",  # these two are not long: they compile what all others then find compiled
-    "trainer/test_lean_layers.py",
+    "sampler/test_compiled_decoder.py",  # not long: it compiles what all others then find compiled
+    "test_types.py",  # beside it, since it needs none of that
     "cluster/test_restart.py",
     "invariants/test_layouts.py",
     "loops/test_algorithms.py",
@@ -24,7 +28,6 @@ LONGEST_FIRST = (  # a long file that begins late has one core work alone in the
     "cluster/test_commands.py",
     "cluster/test_apart.py",
     "invariants/test_ranks.py",
-    "test_types.py",
     "trainer/test_tensor.py",
     "algorithms/test_mutations.py",
     "cluster/test_ahead_on_ray.py",
@@ -34,7 +37,6 @@ LONGEST_FIRST = (  # a long file that begins late has one core work alone in the
     "trainer/test_backends.py",
     "loops/test_ahead.py",
     "loops/test_chat.py",
-    "loops/test_check.py",
     "architecture/test_repository.py",
 )
 

@@ -58,7 +58,7 @@ def adapter_of(module: nn.Module) -> Adapter:
     inner = _without_peft(module)
     active = _only_active(module)
     modules: Iterable[tuple[str, Any]] = inner.named_modules()
-    layers = {name: layer for name, layer in modules if active in getattr(layer, "lora_A", {})}
+    layers: dict[str, Any] = {name: layer for name, layer in modules if active in getattr(layer, "lora_A", {})}
     if not layers:
         raise AdapterError("the policy's adapters are no LoRA factors of linear layers: " + MERGE)
     _refuse_more_than_factors(inner, layers, active)
