@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.trainer import attention
-from posttrain.trainer.attention import PackedAttention, layout_of, refuse_unsupported, use_varlen
+from posttrain.trainer import attention, flash_attention
+from posttrain.trainer.attention import PackedAttention, layout_of, refuse_unsupported
+from posttrain.trainer.flash_attention import use_varlen
 
 from .models import tiny_policy
 
@@ -95,7 +96,7 @@ def test_transformers_knows_the_function_and_builds_no_mask_for_it() -> None:
 def test_varlen_is_for_half_precision_on_cuda_without_soft_caps_and_sinks() -> None:
     llama = tiny_policy("llama").module
     assert not use_varlen(CPU, torch.bfloat16, llama)
-    if attention.varlen_attn is not None:
+    if flash_attention.varlen_attn is not None:
         cuda = torch.device("cuda")
         assert use_varlen(cuda, torch.bfloat16, llama)
         assert not use_varlen(cuda, torch.float32, llama)

@@ -25,6 +25,7 @@ def plain_attention(
     *,
     scaling: float,
     window: int | None,
+    version: int,
 ) -> Tensor:
     """What `packed_flash_attention` says it does, a sequence at a time."""
     q, k, v = qkv

@@ -20,8 +20,8 @@ from posttrain.loops.learner import threads_for
 from posttrain.packing import pack
 from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import SamplingParams
-from posttrain.trainer.attention import use_varlen
 from posttrain.trainer.compiled_attention import could_compile
+from posttrain.trainer.flash_attention import use_varlen, version_on
 from posttrain.trainer.fused import FusedLogprobs, implementation_for
 from posttrain.trainer.loading import ModelConfig, pick_device, pick_dtype
 from posttrain.trainer.policy import Policy
@@ -238,6 +238,7 @@ def _fast_paths(policy: Policy, sampler: NativeSampler) -> Check:
     paths: dict[str, Callable[[], bool]] = {
         "prompts shared in training": lambda: use_varlen(*place) or use_shared(*place),
         "varlen attention": lambda: use_varlen(*place),
+        "FlashAttention 4": lambda: use_varlen(*place) and version_on(policy.device) == 4,
         "log-prob kernels": lambda: implementation_for(policy.device) is not FusedLogprobs,
         "CUDA graphs": lambda: sampler.engines[0].decodes_ahead,
         "compiled layers": lambda: compiled,

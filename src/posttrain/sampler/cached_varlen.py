@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posttrain.sampler.cached_attention import Chunk
 from posttrain.sampler.kv_cache import KVCache
-from posttrain.trainer.attention import packed_flash_attention
+from posttrain.trainer.flash_attention import packed_flash_attention, version_on
 
 
 class CachedVarlen:
@@ -24,6 +24,7 @@ class CachedVarlen:
         """new: [2, T] cache row and position of every new token; chunks: all of them, in order, decoded tokens too."""
         self._cache = cache
         self._new = new
+        self._version = version_on(new.device)
         counts = [chunk.count for chunk in chunks]
         lengths = [chunk.start + chunk.count for chunk in chunks]
         self._longest = (max(counts), max(lengths))
@@ -58,9 +59,10 @@ class CachedVarlen:
                 layer.view(-1, layer.shape[-1]).index_select(0, past).view(self._total, heads, -1)
                 for layer in self._cache.layer(layer_idx)
             )
-        return packed_flash_attention((q, k, v), self._ends, self._longest, scaling=scaling, window=sliding_window)[
-            None
-        ]
+        out = packed_flash_attention(
+            (q, k, v), self._ends, self._longest, scaling=scaling, window=sliding_window, version=self._version
+        )
+        return out[None]
 
     def _places_of(self, heads: int) -> tuple[Tensor, Tensor | None]:
         if heads not in self._places:

@@ -31,7 +31,8 @@ from posttrain.sampler.randomness import uniforms
 from posttrain.sampler.requests import EngineLimits, Request, SamplerError, SamplerStats, draw_settings, ends
 from posttrain.sampler.shared_prefix import grouping, leaders
 from posttrain.sampler.slots import Move, Slot, SlotTable, common_prefix
-from posttrain.trainer.attention import AttentionContext, has_plain_scores, use_varlen
+from posttrain.trainer.attention import AttentionContext, has_plain_scores
+from posttrain.trainer.flash_attention import use_varlen
 from posttrain.trainer.policy import Policy
 
 SHARE_AT_LEAST = 16  # tokens: shorter common prefixes are computed again rather than copied or waited for

@@ -8,7 +8,6 @@ Not here: KV caches (the sampler's), masks for padding (there is none: padding s
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,13 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.trainer.compiled_attention import Segment, Sight, compiled_attention, takes
 
-try:  # torch >= 2.10; FlashAttention on packed rows, CUDA only
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # older torch: length buckets are used on every device
-    varlen_attn = None
-
 NAME = "posttrain"
-VARLEN_TAKES_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class AttentionContext(Protocol):
@@ -217,35 +210,6 @@ class PackedAttention:
             distance = distance[:, None] - distance[None, :]
             self._masks[length, window] = (distance >= 0) & (distance < (length if window is None else window))
         return self._masks[length, window]
-
-
-def packed_flash_attention(
-    qkv: tuple[Tensor, Tensor, Tensor],  # [Tq, H, D], [Tk, Hkv, D], [Tk, Hkv, Dv]
-    ends: tuple[Tensor, Tensor],  # [S + 1] int32 cumulative lengths of queries and of keys, on the device
-    longest: tuple[int, int],
-    *,
-    scaling: float,
-    window: int | None,
-) -> Tensor:  # [Tq, H, Dv]
-    """Causal, S sequences one after another, the queries of each aligned with the end of its keys: torch's
-    FlashAttention on packed rows (CUDA, half precision, head size <= 256)."""
-    if varlen_attn is None:
-        raise NotImplementedError("this torch has no varlen_attn; use_varlen tells when to use it")
-    q, k, v = qkv
-    options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
-    if not VARLEN_TAKES_GQA and q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    left = -1 if window is None else window - 1
-    return varlen_attn(q, k, v, *ends, *longest, scale=scaling, window_size=(left, 0), **options)  # type: ignore[return-value]
-
-
-def use_varlen(device: torch.device, dtype: torch.dtype, module: nn.Module) -> bool:
-    """Whether `packed_flash_attention` can serve this model: else length buckets do."""
-    if varlen_attn is None or device.type != "cuda" or dtype not in {torch.bfloat16, torch.float16}:
-        return False
-    config: Any = module.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_dim <= 256 and has_plain_scores(module)
 
 
 def has_plain_scores(module: nn.Module) -> bool:

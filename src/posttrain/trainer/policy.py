@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.packing import Batch
-from posttrain.trainer.attention import AttentionContext, PackedAttention, layout_of, use_varlen
+from posttrain.trainer.attention import AttentionContext, PackedAttention, layout_of
 from posttrain.trainer.checks import check_policy
 from posttrain.trainer.compiling import compile_layers
+from posttrain.trainer.flash_attention import use_varlen, version_on
 from posttrain.trainer.fused import LogitsRule, head_product
 from posttrain.trainer.last_layer import ReadRows, prepare_last_layer, renumbered, rows_read
 from posttrain.trainer.lean_layers import quicken_layers
@@ -241,7 +242,7 @@ def packed_hidden_states(model: Any, batch: Batch, *, before_policy_only: bool =
         context: AttentionContext = SharedPrefixAttention.of(layout)
     elif use_varlen(model.device, model.dtype, model.module):
         layout = varlen_layout(batch, model.device)
-        context = VarlenAttention(layout)
+        context = VarlenAttention(layout, version_on(model.device))
     else:
         layout = layout_of(batch.lengths, model.device)
         context = PackedAttention(layout)

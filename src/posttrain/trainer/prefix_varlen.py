@@ -1,4 +1,4 @@
-"""The shared prefix on a GPU: as in `prefix.py`, without padding, through torch's FlashAttention on packed rows.
+"""The shared prefix on a GPU: as in `prefix.py`, without padding, through FlashAttention on packed rows.
 
 The first segment of a family is computed whole, the others from where they differ. Keys and values are laid out for
 every segment whole (they are small beside everything else), queries are not: FlashAttention aligns a shorter sequence
@@ -10,13 +10,16 @@ of queries with the end of its keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.packing import Batch, families_of
-from posttrain.trainer.attention import packed_flash_attention
+from posttrain.trainer.flash_attention import packed_flash_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +43,46 @@ class VarlenLayout:
 
 
 def varlen_layout(batch: Batch, device: torch.device) -> VarlenLayout:
-    lengths = batch.lengths
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    skipped = [0] * len(lengths)  # first tokens of a segment that stand in another one's rows
-    sharers: list[tuple[int, list[int]]] = []  # prefix length, segments
+    lengths, total = batch.lengths, len(batch)
+    starts = [0, *accumulate(lengths)]
+    skipped, owners = [0] * len(lengths), list(range(len(lengths)))  # first tokens that stand in an owner's rows
+    sharers: list[tuple[int, list[int]]] = []  # prefix length, starts of the segments
     for family in families_of(batch):
         if family.prefix:
-            skipped = [family.prefix if s in family.segments[1:] else n for s, n in enumerate(skipped)]
-            sharers.append((family.prefix, list(family.segments)))
-    token_of_row = torch.cat([torch.arange(starts[s] + skipped[s], starts[s + 1]) for s in range(len(lengths))])
-    row_of_token = torch.full((starts[-1],), -1)
-    row_of_token[token_of_row] = torch.arange(len(token_of_row))
-    shared_rows, tokens_of_shared = [], []
-    if not sharers:  # two rows that are shared by nobody
-        shared_rows, tokens_of_shared = [torch.arange(2)], [torch.tensor([[0, starts[-1]], [1, starts[-1]]])]
-    widest = max((len(segments) for _, segments in sharers), default=2)
-    for prefix, segments in sharers:
-        offsets = torch.arange(prefix)
-        rows = row_of_token[starts[segments[0]] + offsets]
-        tokens = torch.full((prefix, widest), starts[-1])
-        for column, segment in enumerate(segments):
-            tokens[:, column] = starts[segment] + offsets
-            row_of_token[starts[segment] + offsets] = rows
-        shared_rows.append(rows)
-        tokens_of_shared.append(tokens)
+            sharers.append((family.prefix, [starts[s] for s in family.segments]))
+            for segment in family.segments[1:]:
+                skipped[segment], owners[segment] = family.prefix, family.segments[0]
     queries = [length - skip for length, skip in zip(lengths, skipped, strict=True)]
+    rows = [0, *accumulate(queries)]  # where those of a segment begin
+    own = np.arange(total)  # slices of arrays: those of tensors take ten times as long
+    spans = [
+        span
+        for s, skip in enumerate(skipped)
+        for span in (own[rows[owners[s]] : rows[owners[s]] + skip], own[rows[s] : rows[s + 1]])
+    ]
+    row_of_token = torch.from_numpy(np.concatenate(spans))
+    if sharers:
+        widest = max(len(firsts) for _, firsts in sharers)
+        tokens_of_shared = torch.cat([_tokens_of(prefix, firsts, widest, total) for prefix, firsts in sharers])
+    else:  # two rows that are shared by nobody
+        tokens_of_shared = torch.tensor([[0, total], [1, total]])
+    token_of_row = torch.from_numpy(np.concatenate([own[starts[s] + k : starts[s + 1]] for s, k in enumerate(skipped)]))
     return VarlenLayout(
         token_of_row=token_of_row.to(device, non_blocking=True),
         row_of_token=row_of_token.to(device, non_blocking=True),
-        shared_rows=torch.cat(shared_rows).to(device, non_blocking=True),
-        tokens_of_shared=torch.cat(tokens_of_shared).to(device, non_blocking=True),
+        shared_rows=row_of_token[tokens_of_shared[:, 0]].to(device, non_blocking=True),
+        tokens_of_shared=tokens_of_shared.to(device, non_blocking=True),
         query_ends=_ends(queries, device),
         key_ends=_ends(lengths, device),
         longest_query=max(queries),
         longest_key=max(lengths),
     )
+
+
+def _tokens_of(prefix: int, firsts: list[int], widest: int, nobody: int) -> Tensor:
+    """[prefix, widest] tokens that are the same row, for segments that begin at `firsts`; `nobody` beyond them."""
+    tokens = torch.arange(prefix)[:, None] + torch.tensor(firsts)
+    return F.pad(tokens, (0, widest - len(firsts)), value=nobody)
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
@@ -87,6 +95,7 @@ class VarlenAttention:
 
     traceable: ClassVar[bool] = True
     layout: VarlenLayout
+    version: int  # of FlashAttention
 
     def attend(
         self,
@@ -111,6 +120,7 @@ class VarlenAttention:
             (layout.longest_query, layout.longest_key),
             scaling=scaling,
             window=sliding_window,
+            version=self.version,
         )
         return out[None]
 
