@@ -12,7 +12,10 @@ from posttrain.trainer.flash_attention import packed_flash_attention, version_on
 
 from .test_prefix_varlen import plain_attention
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the compiler of version 4
+]
 VERSIONS = [2, 4]
 SHAPES = {  # heads, key heads, head size, window, (queries, keys) of every sequence
     "groups of seven behind a prefix": (14, 2, 64, None, [(600, 600), *[(256, 768)] * 3, (1, 513)]),
