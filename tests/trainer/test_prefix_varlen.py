@@ -35,7 +35,7 @@ def plain_attention(
         assert q1 - q0 <= longest[0]
         assert k1 - k0 <= longest[1]
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1]) * scaling
-        behind = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
+        behind = (torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)).to(q.device)
         hidden = (behind < 0) | (behind >= (window or k1))
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         out.append(torch.einsum("hqk,khd->qhd", weights, v[k0:k1]))

@@ -26,7 +26,7 @@ from posttrain.runs.model_shape import ModelShape
 from posttrain.runs.model_sizes import UnknownSizes, shape_at
 from posttrain.sampler.engine import CAPACITY_UNIT
 from posttrain.sampler.native import CPU_KV_GIB, CUDA_KV_SHARE, MOST_WORKERS, TOKENS_PER_STEP
-from posttrain.trainer.attention import VARLEN_TAKES_GQA
+from posttrain.trainer.flash_attention import VARLEN_TAKES_GQA
 from posttrain.trainer.loading import pick_device
 from posttrain.trainer.ranks import Ranks
 
