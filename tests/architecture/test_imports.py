@@ -78,6 +78,7 @@ HEAVY = {
     "vllm",
     "deepspeed",
     "megatron",
+    "flash_attn",
     "faiss",
     "fastmcp",
     "fastapi",
@@ -100,6 +101,7 @@ MAY_BE_HEAVY = {  # adapters, imported only by whoever asks for them
     "trainer.blas_numba": {"numba"},
     "trainer.zero": {"deepspeed"},
     "trainer.megatron_core": {"megatron"},
+    "trainer.flash_attention": {"flash_attn"},
     "trainer.lora": {"peft"},
     "tools.mcp": {"fastmcp"},
 }

@@ -7,9 +7,9 @@ beyond causal sequences and their windows (`attention.py`), caches (`sampler/cac
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -25,7 +25,6 @@ except ImportError:  # older torch: length buckets are used on every device
     varlen_attn = None
 
 VARLEN_TAKES_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
-FOUR = "flash_attn.cute.interface"
 HOPPER = 9  # compute capability; newer GPUs have not been tried
 
 
@@ -39,11 +38,15 @@ def use_varlen(device: torch.device, dtype: torch.dtype, module: nn.Module) -> b
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+@cache
 def version_on(device: torch.device) -> int:
     """Of FlashAttention: 4 or 2."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
-        return 2
-    return 4 if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute") else 2
+    installed = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    return 4 if installed and is_hopper(device) else 2
 
 
 def packed_flash_attention(
@@ -74,7 +77,7 @@ def version_four(
     q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, longest: Sequence[int], scaling: float, left: int
 ) -> tuple[Tensor, Tensor]:
     """[Tq, H, Dv] and, float32, [H, Tq] logarithms of the denominators; one operator for compilers. left: or -1."""
-    out, lse, *_ = importlib.import_module(FOUR)._flash_attn_fwd(
+    out, lse, *_ = _four()._flash_attn_fwd(
         q, k, v, return_lse=True, **_who_sees_whom(q_ends, k_ends, longest, left), softmax_scale=scaling
     )
     return out, lse.contiguous()
@@ -92,7 +95,7 @@ def version_four_backward(
     """Gradients of queries, keys and values; kept: these three, what came out, ends."""
     *tensors, q_ends, k_ends = kept
     q, k, v, out, lse = tensors
-    dq, dk, dv, *_ = importlib.import_module(FOUR)._flash_attn_bwd(
+    dq, dk, dv, *_ = _four()._flash_attn_bwd(
         q, k, v, out, grad, lse, **_who_sees_whom(q_ends, k_ends, longest, left), softmax_scale=scaling,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
@@ -103,6 +106,14 @@ def version_four_backward(
 def _(grad, kept, longest, scaling, left):
     q, k, v, *_ = kept
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@cache
+def _four() -> Any:
+    from flash_attn.cute import interface  # type: ignore[import-not-found]
+
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # which its compiler passes over
+    return interface
 
 
 def _who_sees_whom(q_ends: Tensor, k_ends: Tensor, longest: Sequence[int], left: int) -> dict[str, Any]:
