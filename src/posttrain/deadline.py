@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Never, TypeVar
 
 T = TypeVar("T")
 GRACE_SECONDS = 1.0  # what cancelled code gets to end before it is left behind
+PATIENCE_SECONDS = 0.01  # what calls that share a thread may take before each has its own
 
 
 class DeadlinePassed(Exception):
@@ -74,6 +76,36 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=work, daemon=True, name="posttrain-call").start()
     return (await future)()
+
+
+async def in_threads(calls: Sequence[Callable[[], T]], seconds: float) -> list[T | None]:
+    """What each call returned, in their order; None for one that took longer than `seconds`. See `in_thread`.
+
+    One thread makes them one after another, since starting a thread takes longer than most calls do. What it has not
+    come to after PATIENCE_SECONDS gets threads of its own, so that calls which block do so at the same time.
+    Raises what a call raises.
+    """
+    left, results = deque(enumerate(calls)), dict[int, T]()
+
+    def work() -> None:
+        while True:
+            try:
+                number, call = left.popleft()
+            except IndexError:
+                return
+            results[number] = call()
+
+    jobs = [asyncio.ensure_future(in_thread(work))]
+    try:
+        await asyncio.wait(jobs, timeout=PATIENCE_SECONDS)
+        jobs += [asyncio.ensure_future(in_thread(work)) for _ in range(len(left))]
+        ended, _ = await asyncio.wait(jobs, timeout=seconds)
+        for job in ended:
+            job.result()
+    finally:
+        for job in jobs:
+            leave(job)
+    return [results.get(number) for number in range(len(calls))]
 
 
 def _raise(error: BaseException) -> Never:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
-from posttrain.deadline import in_thread
+from posttrain.deadline import in_thread, in_threads
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction, reward_error
 from posttrain.rewards.isolation import WorkerPool
 from posttrain.task import Abstain, Invalid, Outcome, Score, Task
@@ -128,7 +129,7 @@ class RuleReward:
 
 @dataclass(frozen=True, slots=True)
 class CustomReward:
-    """A user's function in this process: async ones in the event loop, the others in a thread.
+    """A user's function in this process: async ones in the event loop, the others in threads.
 
     At the deadline the sample becomes Invalid("reward_timeout"). A coroutine is then cancelled; a thread cannot be
     ended and runs on (an isolated reward can).
@@ -139,24 +140,27 @@ class CustomReward:
     seconds: float
 
     async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
-        return await _per_call(self.function.is_batch, episodes, lambda part: self._call(part, task))
+        parts = [episodes] if self.function.is_batch else [[episode] for episode in episodes]
+        if self.function.is_async:
+            judged = await asyncio.gather(*(self._await(part, task) for part in parts))
+        else:
+            judged = await in_threads([partial(self.function.judge, part, task) for part in parts], self.seconds)
+        late = Invalid("reward_timeout", f"reward {self.name} took longer than {self.seconds} s")
+        known = [[late] * len(part) if found is None else found for part, found in zip(parts, judged, strict=True)]
+        return [outcome for found in known for outcome in found]
 
     def close(self) -> None:
         return None
 
-    async def _call(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
+    async def _await(self, episodes: Sequence[Episode], task: Task) -> list[Outcome] | None:
+        """None at the deadline."""
         try:
             async with asyncio.timeout(self.seconds) as deadline:
-                if not self.function.is_async:
-                    return await in_thread(lambda: self.function.judge(episodes, task))
                 return self.function.outcomes(await self.function.call(episodes, task), len(episodes))
         except RewardError:
             raise
         except (Exception, SystemExit) as error:
-            if deadline.expired():
-                detail = f"reward {self.name} took longer than {self.seconds} s"
-                return [Invalid("reward_timeout", detail)] * len(episodes)
-            return [reward_error(error)] * len(episodes)
+            return None if deadline.expired() else [reward_error(error)] * len(episodes)
 
 
 @dataclass(frozen=True, slots=True)
