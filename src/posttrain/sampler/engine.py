@@ -243,11 +243,11 @@ class Engine:
         for request in list(self.waiting):
             if len(self.active) >= self.limits.max_batch or room <= 0:
                 return
-            start, shared, continues = self._best_start(request)
-            leader = None if continues else fresh.get(tuple(request.ids))
+            leader = fresh.get(tuple(request.ids))
+            start, shared, continues = self._best_start(request) if leader is None else (None, 0, False)
             if not continues and leader is None and self._worth_waiting(request, shared, fresh):
                 continue
-            slot = self._place(request, start if leader is None else None, shared if leader is None else 0)
+            slot = self._place(request, start, shared)
             if slot is None:
                 return
             self.waiting.remove(request)
@@ -274,8 +274,9 @@ class Engine:
         return own, kept, False
 
     def _worth_waiting(self, request: Request, shared: int, fresh: dict[tuple[int, ...], Request]) -> bool:
-        ids = request.ids
-        return any(common_prefix(other.ids, ids, len(ids) - 1) >= shared + SHARE_AT_LEAST for other in fresh.values())
+        least = shared + SHARE_AT_LEAST
+        head = request.ids[:least]
+        return least < len(request.ids) and any(other.ids[:least] == head for other in fresh.values())
 
     def _place(self, request: Request, start: Slot | None, shared: int) -> Slot | None:
         """A row with the first `shared` tokens cached; None when there is no row or no memory just now."""

@@ -32,15 +32,12 @@ class KVCache:
 
     def __init__(self, shapes: dict[int, LayerShape], device: torch.device) -> None:
         self.shapes = shapes
+        self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes.values())
         self.device = device
         self.rows = 0
         self.capacity = 0
         self.generation = 0  # counts allocations: whoever remembers an address asks whether it still holds
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> K [rows, heads, capacity, key_dim], V
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(shape.bytes_per_token for shape in self.shapes.values())
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Makes room for that much, keeping what the common part holds. New memory is zero, for a masked key of

@@ -62,7 +62,8 @@ class SlotTable:
         """
         spare = [slot for slot in self.slots if not slot.busy and slot.session is None]
         if spare:
-            return self._take(min(spare, key=lambda s: (s.cached > 0, s.used, s.row))), False
+            empty = next((slot for slot in spare if not slot.cached), None)
+            return self._take(empty or min(spare, key=lambda s: s.used)), False
         if len(self.slots) < limit:
             self.slots.append(Slot(len(self.slots)))
             return self._take(self.slots[-1]), False
