@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain, compress, repeat
 from typing import Any
 
 import numpy as np
@@ -78,38 +77,34 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
     groups: dict[str, int] = {}
     episode_index = [episodes.setdefault(t.episode_id, len(episodes)) for t in trajectories]
     group_index = [groups.setdefault(t.group_id, len(groups)) for t in trajectories]
-    repeats = torch.tensor(lengths)
+    mask = np.frombuffer(b"".join(bytes(t.source) for t in trajectories), np.uint8) == Source.POLICY
     return Batch(
-        token_ids=_joined((t.token_ids for t in trajectories), "q"),
+        token_ids=_joined((t.token_ids for t in trajectories), np.int64),
         positions=torch.cat([torch.arange(length) for length in lengths]),
-        segment_ids=torch.arange(len(lengths)).repeat_interleave(repeats),
-        loss_mask=torch.frombuffer(bytearray().join(bytes(t.source) for t in trajectories), dtype=torch.uint8)
-        == Source.POLICY,
-        episode_index=torch.tensor(episode_index).repeat_interleave(repeats),
-        group_index=torch.tensor(group_index).repeat_interleave(repeats),
-        rollout_logprobs=_joined((t.rollout_logprobs for t in trajectories), "f"),
-        policy_versions=_joined((t.policy_versions for t in trajectories), "q"),
-        rewards=torch.as_tensor(np.concatenate([_rewards(t) for t in trajectories])),
+        segment_ids=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+        loss_mask=torch.from_numpy(mask),
+        episode_index=torch.from_numpy(np.repeat(episode_index, lengths)),
+        group_index=torch.from_numpy(np.repeat(group_index, lengths)),
+        rollout_logprobs=_sampled((t.rollout_logprobs for t in trajectories), mask, np.float32, math.nan),
+        policy_versions=_sampled((t.policy_versions for t in trajectories), mask, np.int64, -1),
+        rewards=_joined((t.rewards or repeat(0.0, len(t)) for t in trajectories), np.float32),
         lengths=lengths,
         streams=_pack_streams(trajectories),
     )
 
 
-def _joined(lists: Iterable[Sequence[int | float | None]], kind: str) -> Tensor:
-    """One tensor of many lists, None as NaN; `kind` is that of `array`, which reads a list three times as fast as NumPy
-    does, and thirty times as fast as torch."""
-    return torch.as_tensor(np.concatenate([_read(values, kind) for values in lists]))
+def _joined(lists: Iterable[Iterable[float]], dtype: type[np.number[Any]]) -> Tensor:
+    """[T] of many lists one after another; NumPy reads an iterator thirty times as fast as torch reads a list."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype))
 
 
-def _read(values: Sequence[int | float | None], kind: str) -> np.ndarray[Any, Any]:
-    try:
-        return np.frombuffer(array(kind, values), dtype=kind)  # type: ignore[arg-type]
-    except TypeError:  # a None is there
-        return np.frombuffer(array(kind, [math.nan if value is None else value for value in values]), dtype=kind)  # type: ignore[arg-type]
-
-
-def _rewards(trajectory: Trajectory) -> np.ndarray[Any, Any]:
-    return np.zeros(len(trajectory), "f") if trajectory.rewards is None else _read(trajectory.rewards, "f")
+def _sampled(
+    lists: Iterable[Sequence[Any]], mask: np.ndarray[Any, Any], dtype: type[np.number[Any]], elsewhere: float
+) -> Tensor:
+    """The same of lists of which nothing is read but what lies under the mask [T]."""
+    values = np.full(len(mask), elsewhere, dtype)
+    values[mask] = np.fromiter(compress(chain.from_iterable(lists), mask.tobytes()), dtype)
+    return torch.from_numpy(values)
 
 
 def _pack_streams(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -133,9 +128,15 @@ def select(batch: Batch, segments: Sequence[int]) -> Batch:
     """
     spans = spans_of(batch.lengths, segments) or [(0, 0)]
     lengths = [batch.lengths[s] for s in segments]
-    taken = _map_token_tensors(batch, lambda tensor: torch.cat([tensor[start:end] for start, end in spans]), lengths)
+    taken = _map_token_tensors(batch, lambda tensor: _cut_out(tensor, spans), lengths)
     renumbered = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
     return replace(taken, segment_ids=renumbered.to(batch.token_ids.device))
+
+
+def _cut_out(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """A view where it is one span."""
+    pieces = [tensor[start:end] for start, end in spans]
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def spans_of(lengths: Sequence[int], segments: Sequence[int]) -> list[tuple[int, int]]:

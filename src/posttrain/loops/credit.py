@@ -118,11 +118,11 @@ def mini_batches(batch: Batch, learner: Learner, *, seed: str) -> list[Batch]:
 
     Every mini-batch has its loss weights; then its groups without signal are left out, and it may be empty.
     """
-    groups = sorted(set(batch.group_index.tolist()))
+    group_of = batch.of_segment(batch.group_index)
+    groups = sorted(set(group_of))
     random.Random(seed).shuffle(groups)
     count = learner.config.batch.mini_batches
     hands = [set(groups[start::count]) for start in range(count)]
-    group_of = batch.of_segment(batch.group_index)
     minis = [select(batch, [s for s, g in enumerate(group_of) if g in hand]) for hand in hands if hand]
     complete = [weighted(mini, learner) for mini in minis]
     return [without_silent_groups(mini) for mini in complete] if learner.silent_groups_may_go else complete
@@ -143,6 +143,6 @@ def weighted(mini: Batch, learner: Learner) -> Batch:
 def without_silent_groups(mini: Batch) -> Batch:
     """Leaves out groups whose advantages are all 0; see `Learner.silent_groups_may_go`."""
     assert mini.advantages is not None
-    loud = set(mini.group_index[mini.advantages != 0].tolist())
+    loud = set(torch.bincount(mini.group_index[mini.advantages != 0]).nonzero().flatten().tolist())
     group_of = mini.of_segment(mini.group_index)
     return select(mini, [s for s, group in enumerate(group_of) if group in loud])
