@@ -101,7 +101,7 @@ class Encoder:
 
         Raises ChatError should the tokenizer produce any other control id.
         """
-        expected = [self.control[match[0]] for match in self._patterns[False].finditer(marked)]
+        expected = self._expected(marked)
         if BREAK not in marked:
             encoded = self._encode_plainly(marked)
             if self._controls(encoded.ids) == expected:
@@ -114,6 +114,14 @@ class Encoder:
             )
         return encoded
 
+    def ids(self, marked: str) -> list[int]:
+        """Those of `encode`, in half the time, for it need not be found out which characters each covers."""
+        if BREAK in marked:
+            return self.encode(marked).ids
+        (output,) = self._plain_backend().encode_batch_fast([marked], add_special_tokens=False)
+        ids: list[int] = output.ids
+        return ids if self._controls(ids) == self._expected(marked) else self.encode(marked).ids
+
     def text(self, text: str) -> list[int]:
         """Foreign text in the middle of a sequence -> ids without any control id, BOS or artificial leading space."""
         marked = self.guard(text)
@@ -125,7 +133,7 @@ class Encoder:
             count = len(lead.ids)
             if encoded.ids[:count] == lead.ids and all(start >= len(anchor) for start, _ in encoded.spans[count:]):
                 return encoded.ids[count:]
-        return self.encode(marked).ids
+        return self.ids(marked)
 
     def start(self, ids: Sequence[int]) -> list[int]:
         """The beginning of a sequence with exactly one BOS, where the model has one and expects it.
@@ -143,14 +151,27 @@ class Encoder:
             return [self.bos_id, *ids]
         return list(ids)
 
+    def _expected(self, marked: str) -> list[int]:
+        return [self.control[match[0]] for match in self._patterns[False].finditer(marked)]
+
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in ids if token_id in self.control_ids]
 
     def _encode_plainly(self, text: str) -> Encoded:
-        output = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=False, verbose=False
-        )
-        return Encoded(list(output["input_ids"]), [tuple(span) for span in output["offset_mapping"]])
+        output = self._plain_backend().encode(text, add_special_tokens=False)
+        return Encoded(output.ids, output.offsets)
+
+    def _plain_backend(self) -> Tokenizer:
+        """The tokenizer's own, without what other calls may have set in it: transformers sets it before every call, and
+        takes longer around the backend than a prompt does in it."""
+        backend = self._tokenizer.backend_tokenizer
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        if backend.encode_special_tokens:
+            backend.encode_special_tokens = False
+        return backend
 
     def _encode_guarded(self, marked: str) -> Encoded:
         backend, real_ids = self._guarded_backend

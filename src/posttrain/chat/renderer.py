@@ -75,7 +75,7 @@ class Renderer:
         self._template = ChatTemplate(tokenizer, self._encoder, template_options or {}) if source else None
         self._decoder = Decoder(tokenizer, self._encoder.special_ids)
         self._dropped: dict[str, bool] = {}
-        self._opening_ids = self._encoder.encode(self._template.generation_thinking).ids if self._template else []
+        self._opening_ids = self._encoder.ids(self._template.generation_thinking) if self._template else []
         self.stop_ids: frozenset[int] = self._find_stop_ids(generation_config)
 
     @property
@@ -114,7 +114,7 @@ class Renderer:
         self._refuse_dropped(messages)
         if tools and not self._template.shows_tools:
             raise ChatError("the chat template ignores `tools`; describe them in a system or user message")
-        return self._encoder.start(self._encoder.encode(marked).ids)
+        return self._encoder.start(self._encoder.ids(marked))
 
     def delta(self, messages: Sequence[Message], *, after: int | None = None) -> list[tuple[list[int], Source]]:
         """What follows a policy turn: separator, the messages (rendered jointly), the generation prompt.
@@ -197,7 +197,7 @@ class Renderer:
         )
 
     def _start_text(self, text: str) -> list[int]:
-        return self._encoder.encode(self._encoder.guard(text, tags_allowed=True)).ids
+        return self._encoder.ids(self._encoder.guard(text, tags_allowed=True))
 
     def _labelled(self, continuation: Continuation) -> list[tuple[list[int], Source]]:
         encoded = self._encoder.encode(continuation.text)
