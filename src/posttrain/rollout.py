@@ -130,7 +130,7 @@ async def rollout_group(
     Raises TrajectoryError when the sampler breaks its contract, and whatever the renderer raises.
     """
     spec = spec.of(task)
-    shared = _Shared(spec)
+    shared = _Shared(task, spec)
     ids = {"group_id": group_id, "run_seed": run_seed, "step": step}
     tickets = [Ticket(task=task, sample=i, **ids) for i in range(first_sample, first_sample + group_size)]
     runs = [_run_of(ticket, spec, shared) for ticket in tickets]
@@ -153,7 +153,7 @@ async def rollout_episode(
     """Rolls out one episode; see `rollout_group`. More than one trajectory only if the env rewrote its history."""
     spec = spec.of(task)
     ticket = Ticket(task=task, group_id=group_id, sample=sample, run_seed=run_seed, step=step)
-    run = _run_of(ticket, spec, _Shared(spec))
+    run = _run_of(ticket, spec, _Shared(task, spec))
     await run.play()
     return run.finished()
 
@@ -181,16 +181,19 @@ async def _until_closed(jobs: list[asyncio.Task[None]], limits: Limits) -> None:
 class _Shared:
     """What the episodes of a group need not encode each for itself."""
 
-    def __init__(self, spec: RolloutSpec) -> None:
+    def __init__(self, task: Task, spec: RolloutSpec) -> None:
         limits, self._codec = spec.limits, spec.renderer
+        self._task = task
         self._prompts: dict[str, list[int]] = {}
         self.cutter = ObservationCutter(
             spec.renderer, max_tokens=limits.max_observation_tokens, cut_marker=limits.cut_marker
         )
 
-    def prompt(self, messages: list[Message], tools: Any) -> list[int]:
-        key = repr((messages, tools))
+    def prompt(self, observation: Observation, tools: Any) -> list[int]:
+        """Of the task's messages (or the env's own history), then those that the env shows first."""
+        key = repr((observation.history, observation.messages, tools))
         if key not in self._prompts:
+            messages = [*(observation.history or self._task.prompt), *observation.messages]
             self._prompts[key] = self._codec.prompt(messages, tools)
         return self._prompts[key]
 
@@ -272,16 +275,13 @@ class _EpisodeRun:
         return self._end(StopReason.MAX_TURNS)
 
     def _begin(self, env: Env, observation: Observation) -> None:
-        """Writes the prompt: the task's messages (or the env's own history), then what the env shows first."""
-        messages = [*(observation.history or self.task.prompt), *observation.messages]
-        tools = getattr(env, "tools", None) or None
-        ids = self._shared.prompt(messages, tools)
+        """Writes the prompt, then the text that the env shows first."""
+        ids = self._shared.prompt(observation, getattr(env, "tools", None) or None)
         self._now.add_context(ids, Source.PROMPT)
         if len(ids) > self.limits.max_prompt_tokens:
             limit = f"max_prompt_tokens={self.limits.max_prompt_tokens}"
             raise EpisodeInvalid("prompt_too_long", f"the prompt has {len(ids)} tokens, {limit}")
-        text = replace(observation, messages=(), history=())
-        if text != Observation() and not self._show(text):
+        if observation.has_text and not self._show(replace(observation, messages=(), history=())):
             raise EpisodeInvalid("prompt_too_long", "prompt and first observation fill max_episode_tokens")
 
     async def _take_turn(self, env: Env) -> Step:
@@ -381,7 +381,7 @@ class _EpisodeRun:
                 return False
             self._open(ids)
             observation = replace(observation, messages=(), history=())
-        if observation == Observation():
+        if not observation.messages and not observation.has_text:
             return len(self._now) < self.limits.max_episode_tokens
         cut = self._shared.cutter.cut(observation)
         pieces = self._rendered(cut.messages) if cut.messages else []
@@ -472,8 +472,17 @@ def episode_of(trajectories: Trajectory | Sequence[Trajectory], codec: TextCodec
     Text is decoded per turn, so a character cut by a length stop is left out at the end of its turn. For an episode
     with rewritten history pass all its trajectories, in order.
     """
-    parts = [trajectories] if isinstance(trajectories, Trajectory) else list(trajectories)
-    segments = tuple(segment for part in parts for segment in _segments(part, codec))
+    return episodes_of([[trajectories] if isinstance(trajectories, Trajectory) else trajectories], codec)[0]
+
+
+def episodes_of(group: Sequence[Sequence[Trajectory]], codec: TextCodec) -> list[Episode]:
+    """`episode_of` each; a prompt that several have is read once."""
+    reader = _Reader(codec)
+    return [_episode(parts, reader) for parts in group]
+
+
+def _episode(parts: Sequence[Trajectory], reader: _Reader) -> Episode:
+    segments = tuple(segment for part in parts for segment in reader.segments(part))
     turns = [turn for part in parts for turn in part.turns]
     policy_turns = [turn for turn in turns if turn.who is Source.POLICY]
     env_rewards = [sum(part.rewards) for part in parts if part.rewards is not None]
@@ -497,25 +506,41 @@ def written_turns(parts: Sequence[Trajectory]) -> list[tuple[Trajectory, Turn]]:
     ]
 
 
-def _segments(trajectory: Trajectory, codec: TextCodec) -> list[Segment]:
-    """Policy turns one by one; the context between them by runs of one source."""
-    segments: list[Segment] = []
-    position = 0
-    for _, turn in written_turns([trajectory]):
-        segments += _context_segments(trajectory, position, turn.start, codec)
-        ids = trajectory.token_ids[turn.start : turn.end]
-        segments.append(Segment(Source.POLICY, _text_of(ids, turn.stop_reason, codec)))
-        position = turn.end
-    return segments + _context_segments(trajectory, position, len(trajectory), codec)
+class _Reader:
+    """Trajectories of one group -> segments. Remembers the prompt that it read last."""
 
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._prompt: tuple[list[int], list[Source]] = ([], [])
+        self._read: list[Segment] = []
 
-def _context_segments(trajectory: Trajectory, start: int, end: int, codec: TextCodec) -> list[Segment]:
-    segments: list[Segment] = []
-    for source, run in itertools.groupby(trajectory.source[start:end]):
-        after = start + len(list(run))
-        segments.append(Segment(source, codec.decode(trajectory.token_ids[start:after])))
-        start = after
-    return segments
+    def segments(self, trajectory: Trajectory) -> list[Segment]:
+        """Policy turns one by one; the context between them by runs of one source."""
+        segments: list[Segment] = []
+        position = 0
+        for _, turn in written_turns([trajectory]):
+            segments += self._context(trajectory, position, turn.start)
+            ids = trajectory.token_ids[turn.start : turn.end]
+            segments.append(Segment(Source.POLICY, _text_of(ids, turn.stop_reason, self._codec)))
+            position = turn.end
+        return segments + self._context(trajectory, position, len(trajectory))
+
+    def _context(self, trajectory: Trajectory, start: int, end: int) -> list[Segment]:
+        ids, source = trajectory.token_ids[start:end], trajectory.source[start:end]
+        if start:
+            return self._runs(ids, source)
+        if (ids, source) != self._prompt:
+            self._prompt, self._read = (ids, source), self._runs(ids, source)
+        return self._read
+
+    def _runs(self, ids: Sequence[int], sources: Sequence[Source]) -> list[Segment]:
+        segments: list[Segment] = []
+        start = 0
+        for source, run in itertools.groupby(sources):
+            end = start + len(list(run))
+            segments.append(Segment(source, self._codec.decode(ids[start:end])))
+            start = end
+        return segments
 
 
 def _text_of(ids: Sequence[int], stop_reason: StopReason | None, codec: TextCodec) -> str:

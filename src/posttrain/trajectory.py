@@ -177,8 +177,10 @@ class Trajectory:
 
 def _are_logprobs(values: Sequence[float | None]) -> bool:
     """`check_logprob` of all of them, at the speed of builtins: a sum is finite only if all its parts are."""
-    known = [value for value in values if value is not None]
-    return len(known) == len(values) and math.isfinite(sum(known)) and max(known, default=0.0) <= MOST_LOGPROB
+    try:
+        return math.isfinite(sum(values)) and max(values, default=0.0) <= MOST_LOGPROB  # type: ignore[arg-type]
+    except TypeError:  # a None is there
+        return False
 
 
 def check_logprob(logprob: float | None, position: int) -> None:

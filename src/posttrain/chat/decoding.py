@@ -38,7 +38,7 @@ class Decoder:
 
     def _read(self, ids: tuple[int, ...]) -> str:
         # the backend itself: transformers' own decode looks at every id first, which takes longer than decoding
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        return self._backend.decode(ids, skip_special_tokens=False)
 
     def _last_bytes(self, ids: Sequence[int], count: int = 4) -> bytes:
         """The bytes behind the last tokens, at least `count` where there are as many."""

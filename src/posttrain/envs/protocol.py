@@ -29,6 +29,10 @@ class Observation:
     messages: tuple[Message, ...] = ()
     history: tuple[Message, ...] = ()
 
+    @property
+    def has_text(self) -> bool:
+        return (self.head, self.text, self.tail) != ("", "", "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:

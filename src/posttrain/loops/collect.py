@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from posttrain.rewards import Reward, RewardError, score_group
-from posttrain.rollout import RolloutSpec, episode_of, rollout_group, written_turns
+from posttrain.rollout import RolloutSpec, episode_of, episodes_of, rollout_group, written_turns
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trajectory import Source, Trajectory
 
@@ -99,7 +99,7 @@ async def _collect_group(draw: Draw, collector: Collector, step: int) -> list[Tr
         trajectory.info |= origin_of(task)
     by_episode = [list(parts) for _, parts in groupby(trajectories, key=lambda t: t.episode_id)]
     judged = [parts for parts in by_episode if not isinstance(parts[-1].outcome, Invalid)]
-    episodes = [episode_of(parts, collector.spec.renderer) for parts in judged]
+    episodes = episodes_of(judged, collector.spec.renderer)
     outcomes = await score_group(collector.rewards[task.reward], episodes, task)
     for parts, outcome in zip(judged, outcomes, strict=True):
         attach_outcome(parts, outcome, collector.credit)

@@ -89,7 +89,6 @@ class SlotTable:
     def leave(self, slot: Slot) -> None:
         """The request in `slot` is done; its tokens stay for the session, or as a left-over prefix."""
         slot.busy = False
-        slot.ids = slot.ids[: slot.cached]
         self.touch(slot)
 
     def release(self, session: str) -> None:
