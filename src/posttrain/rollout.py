@@ -323,7 +323,7 @@ class _EpisodeRun:
         sampled = await self._sample(params, seed)
         turn.seconds += time.perf_counter() - started
         trajectory.add_sampled(sampled.ids, sampled.logprobs, sampled.versions)
-        turn.end, turn.stop_reason = len(trajectory), sampled.stop_reason
+        turn.end, turn.stop_reason, turn.text = len(trajectory), sampled.stop_reason, None
         if sampled.stop_reason is StopReason.ABORT:
             raise EpisodeInvalid("sampler_abort", "the sampler gave the request up")
         if not 1 <= len(sampled.ids) <= room:
@@ -349,8 +349,8 @@ class _EpisodeRun:
         opened = self._now.source[start - 1] in (Source.PROMPT, Source.TEMPLATE) and self.codec.decode(
             ids[max(0, start - THINK_TAIL) : start]
         ).rstrip().endswith("<think>")
-        text = _text_of(ids[start : turn.end], turn.stop_reason, self.codec)
-        return Action(text=text, stop_reason=turn.stop_reason, in_thought=opened)
+        turn.text = _text_of(ids[start : turn.end], turn.stop_reason, self.codec)
+        return Action(text=turn.text, stop_reason=turn.stop_reason, in_thought=opened)
 
     def _credit(self, step: Step, turn: Turn) -> None:
         """Puts the env's reward at the last policy token of the action."""
@@ -520,8 +520,10 @@ class _Reader:
         position = 0
         for _, turn in written_turns([trajectory]):
             segments += self._context(trajectory, position, turn.start)
-            ids = trajectory.token_ids[turn.start : turn.end]
-            segments.append(Segment(Source.POLICY, _text_of(ids, turn.stop_reason, self._codec)))
+            text = turn.text
+            if text is None:
+                text = _text_of(trajectory.token_ids[turn.start : turn.end], turn.stop_reason, self._codec)
+            segments.append(Segment(Source.POLICY, text))
             position = turn.end
         return segments + self._context(trajectory, position, len(trajectory))
 

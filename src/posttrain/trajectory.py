@@ -72,6 +72,7 @@ class Turn:
     start: int
     end: int
     stop_reason: StopReason | None = None  # policy turns: as the sampler reported it
+    text: str | None = field(default=None, compare=False, repr=False)  # of its tokens, where somebody has read them
     calls: tuple[ToolCall, ...] = ()
     seconds: float = 0.0
     tokens_cut: int = 0

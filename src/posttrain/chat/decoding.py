@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-REMEMBERED = 256  # texts: a prompt is read for every sample of its group, a turn by the env and by the reward
 
 
 class Decoder:
@@ -21,11 +19,11 @@ class Decoder:
         self._backend: Any = self._tokenizer.backend_tokenizer
         self._special_ids = special_ids
         self._byte_level = "ByteLevel" in repr(self._backend.decoder)
-        self._text = lru_cache(REMEMBERED)(self._read)
 
     def text(self, ids: Sequence[int]) -> str:
         """Everything, control tokens included; a character cut in the middle shows as a replacement mark."""
-        return self._text(tuple(ids))
+        # the backend itself: transformers' own decode looks at every id first, which takes longer than decoding
+        return self._backend.decode(ids, skip_special_tokens=False)
 
     def complete_text(self, ids: Sequence[int]) -> str:
         """Without special tokens, up to the last complete character."""
@@ -35,10 +33,6 @@ class Decoder:
         if text.endswith(REPLACEMENT) and _ends_inside_character(self._last_bytes(kept)):
             text = text.rstrip(REPLACEMENT)
         return text
-
-    def _read(self, ids: tuple[int, ...]) -> str:
-        # the backend itself: transformers' own decode looks at every id first, which takes longer than decoding
-        return self._backend.decode(ids, skip_special_tokens=False)
 
     def _last_bytes(self, ids: Sequence[int], count: int = 4) -> bytes:
         """The bytes behind the last tokens, at least `count` where there are as many."""

@@ -155,7 +155,8 @@ class Encoder:
         return [self.control[match[0]] for match in self._patterns[False].finditer(marked)]
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
-        return [token_id for token_id in ids if token_id in self.control_ids]
+        known = self.control_ids
+        return [] if known.isdisjoint(ids) else [token_id for token_id in ids if token_id in known]
 
     def _encode_plainly(self, text: str) -> Encoded:
         output = self._plain_backend().encode(text, add_special_tokens=False)
