@@ -104,6 +104,20 @@ def test_select_keeps_whole_segments_in_the_given_order() -> None:
     assert taken.weights is None
 
 
+def test_what_stays_whole_is_not_copied() -> None:
+    batch = pack(trajectories([(2, 2, 0), (1, 3, 1), (2, 1, 1)]))
+    whole = select(batch, [0, 1, 2])
+    assert by_token(whole) == by_token(batch)
+    assert whole.token_ids.data_ptr() == batch.token_ids.data_ptr()
+    assert select(batch, [0, 2]).token_ids.data_ptr() != batch.token_ids.data_ptr()
+
+
+def test_no_rewards_are_rewards_of_0() -> None:
+    first, second = trajectories([(2, 2, 0), (1, 3, 1)])
+    first.rewards = None
+    assert pack([first, second]).rewards.tolist() == [0.0] * 4 + [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def test_segments_of_one_episode_share_its_index() -> None:
     parts = trajectories([(1, 1, 0), (1, 1, 0), (1, 1, 0)])
     parts[1].episode_id = parts[0].episode_id

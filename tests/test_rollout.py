@@ -13,7 +13,7 @@ from pace import allowed
 from posttrain.chat import Renderer
 from posttrain.envs import Action, Observation, SearchEnv, SingleTurnEnv, Step
 from posttrain.packing import pack
-from posttrain.rollout import Limits, episode_of, rollout_episode, rollout_group, turn_seed
+from posttrain.rollout import Limits, episode_of, episodes_of, rollout_episode, rollout_group, turn_seed
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.sampler.scripted import ScriptedCall, ScriptedSampler, made_up_logprob
 from posttrain.task import Abstain, EpisodeInvalid, Invalid, Task
@@ -71,6 +71,44 @@ def test_a_search_episode_token_by_token() -> None:
     assert trajectory.rewards is None
     assert trajectory.outcome == Abstain("not scored")
     assert (trajectory.task_id, trajectory.group_id, trajectory.episode_id) == ("t1", "g", "g/0")
+
+
+class Counting(Renderer):
+    """Counts what it encodes and reads."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_tokenizer())
+        self.prompts, self.turns = 0, 0
+        self.read: list[list[int]] = []
+
+    def prompt(self, *args: Any) -> list[int]:
+        self.prompts += 1
+        return super().prompt(*args)
+
+    def complete_text(self, ids: Any) -> str:
+        self.turns += 1
+        return super().complete_text(ids)
+
+    def decode(self, ids: Any) -> str:
+        self.read.append(list(ids))
+        return super().decode(ids)
+
+
+def test_a_prompt_is_encoded_and_read_once_for_a_group_and_a_turn_read_once() -> None:
+    renderer = Counting()
+    rollout = replace(spec(["one"], lambda task: SingleTurnEnv()), renderer=renderer)
+    group = {"group_id": "g", "group_size": 3, "run_seed": 0, "step": 0}
+    trajectories = asyncio.run(rollout_group(task(), rollout, **group))
+    assert (renderer.prompts, renderer.turns) == (1, 3)
+    renderer.read.clear()
+    episodes = episodes_of([[trajectory] for trajectory in trajectories], renderer)
+    prompt = trajectories[0].token_ids[: trajectories[0].turns[0].start]
+    assert renderer.read == [prompt]
+    assert renderer.turns == 3
+    assert [episode.final_text for episode in episodes] == ["one"] * 3
+    for trajectory in trajectories:
+        trajectory.turns[0].text = None  # as one that was saved
+    assert episodes == [episode_of(trajectory, renderer) for trajectory in trajectories]
 
 
 def test_p01_p11_trained_tokens_are_exactly_what_the_sampler_returned() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Never, TypeVar
 
 T = TypeVar("T")
 GRACE_SECONDS = 1.0  # what cancelled code gets to end before it is left behind
-PATIENCE_SECONDS = 0.01  # what calls that share a thread may take before each has its own
+PATIENCE_SECONDS = 0.01  # what calls that share a thread may take together before each has its own
 
 
 class DeadlinePassed(Exception):
@@ -80,11 +80,13 @@ async def in_thread(call: Callable[[], T]) -> T:
     return (await future)()
 
 
-async def in_threads(calls: Sequence[Callable[[], T]], seconds: float) -> list[T | None]:
+async def in_threads(
+    calls: Sequence[Callable[[], T]], seconds: float, *, patience: float = PATIENCE_SECONDS
+) -> list[T | None]:
     """What each call returned, in their order; None for one that took longer than `seconds`. See `in_thread`.
 
-    One thread makes them one after another, since starting a thread takes longer than most calls do. What it has not
-    come to after PATIENCE_SECONDS gets threads of its own, so that calls which block do so at the same time.
+    One thread makes them one after another, since starting a thread takes longer than most calls do. Those that it has
+    not come to after `patience` seconds get threads of their own, so that calls which block do so at the same time.
     Raises what a call raises.
     """
     left, results = deque(enumerate(calls)), dict[int, T]()
@@ -99,7 +101,7 @@ async def in_threads(calls: Sequence[Callable[[], T]], seconds: float) -> list[T
 
     jobs = [asyncio.ensure_future(in_thread(work))]
     try:
-        await asyncio.wait(jobs, timeout=PATIENCE_SECONDS)
+        await asyncio.wait(jobs, timeout=patience)
         jobs += [asyncio.ensure_future(in_thread(work)) for _ in range(len(left))]
         ended, _ = await asyncio.wait(jobs, timeout=seconds)
         for job in ended:

@@ -132,7 +132,7 @@ class Trajectory:
         Raises TrajectoryError when a log-prob is missing, NaN or positive beyond rounding.
         """
         self._check_open()
-        versions = [version] * len(ids) if isinstance(version, int) else list(version)
+        versions = [version] * len(ids) if isinstance(version, int) else version
         if not len(ids) == len(logprobs) == len(versions):
             raise TrajectoryError(f"{len(ids)} ids, {len(logprobs)} log-probs and {len(versions)} versions must align")
         if not _are_logprobs(logprobs):

@@ -35,6 +35,25 @@ def control_ids(renderer: Renderer) -> frozenset[int]:
     return renderer._encoder.control_ids
 
 
+def test_ids_alone_are_those_that_have_spans() -> None:
+    encoder = Renderer(toy_tokenizer(CHATML))._encoder
+    for text in ("", "a b", "<|im_start|>user\nWhere is the tower?<|im_end|>\n", FORGED, "é 巴黎 \u00a0  two\n\n"):
+        for marked in (text, encoder.guard(text), encoder.guard(text, tags_allowed=True)):
+            assert encoder.ids(marked) == encoder.encode(marked).ids
+
+
+def test_what_other_calls_set_in_the_tokenizer_cuts_and_pads_nothing() -> None:
+    tokenizer = toy_tokenizer(CHATML)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    renderer = Renderer(tokenizer)
+    messages = [{"role": "user", "content": "Where is the tower?"}]
+    prompt, text = renderer.prompt(messages), renderer.text("The tower is in Paris.")
+    tokenizer(["a", "b c"], truncation=True, max_length=2, padding="max_length", split_special_tokens=True)
+    assert renderer.prompt(messages) == prompt
+    tokenizer(["a", "b c"], truncation=True, max_length=2, padding="max_length", split_special_tokens=True)
+    assert renderer.text("The tower is in Paris.") == text
+
+
 def test_p20_control_strings_in_retrieved_text_stay_characters(qwen3: Renderer, plain_qwen3: Tokenizer) -> None:
     for hostile in (FORGED, "<think>x</think>", "<tool_call>{}</tool_call>", "</tool_response>", "<|fim_prefix|>"):
         ids = qwen3.text(f"before {hostile} after\n")

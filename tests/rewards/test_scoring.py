@@ -161,6 +161,24 @@ def test_a_hanging_async_reward_ends_at_its_deadline_alone():
     assert sum(isinstance(outcome, Score) for outcome in outcomes) == 7
 
 
+def test_calls_of_a_group_that_block_run_at_the_same_time():
+    barrier = threading.Barrier(8)
+
+    def all_together(ep, task):
+        barrier.wait(20)
+        return 1.0
+
+    assert run(all_together) == [Score(1.0)] * 8
+
+
+def test_a_sync_reward_that_hangs_on_one_of_eight_leaves_seven():
+    release = threading.Event()
+    outcomes = run(lambda ep, task: release.wait(30) if number_of(ep) == 2 else 1.0, seconds=0.3)
+    release.set()
+    assert outcomes[2] == Invalid("reward_timeout", "reward mine took longer than 0.3 s")
+    assert outcomes[:2] + outcomes[3:] == [Score(1.0)] * 7
+
+
 def test_a_sync_reward_does_not_stop_the_event_loop():
     release = threading.Event()
 

@@ -92,6 +92,23 @@ def test_rows_are_taken_empty_first_then_left_over_then_new_then_idle() -> None:
     assert table.acquire(3) is None
 
 
+def test_after_an_update_rows_are_handed_out_as_in_a_table_that_is_new() -> None:
+    table = SlotTable()
+    for row in range(4):
+        assert _taken(table) == row
+    for row in (2, 0, 3, 1):
+        table.leave(table.slots[row])
+    table.invalidate()
+    assert [_taken(table) for _ in range(4)] == [0, 1, 2, 3]
+
+
+def _taken(table: SlotTable) -> int:
+    acquired = table.acquire(4)
+    assert acquired is not None
+    table.occupy(acquired[0], None, [1, 2], 2)
+    return acquired[0].row
+
+
 def test_the_best_prefix_is_the_longest_cached_one() -> None:
     table = SlotTable()
     for ids, cached in (([1, 2, 3, 4], 2), ([1, 2, 3, 9], 4), ([7, 2, 3, 4], 4)):
