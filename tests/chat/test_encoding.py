@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -134,7 +134,9 @@ def test_hostile_content_never_yields_a_control_id(qwen3: Renderer, data: st.Dat
 @given(text=st.text(max_size=60))
 def test_ordinary_text_keeps_the_ids_of_the_tokenizer(qwen3: Renderer, text: str) -> None:
     clean = text.translate(dict.fromkeys(range(0xFDD0, 0xFDF0), "\ufffd"))
-    assert qwen3.text(text) == qwen3.tokenizer(clean, add_special_tokens=False)["input_ids"]
+    ids = qwen3.tokenizer(clean, add_special_tokens=False)["input_ids"]
+    assume(not control_ids(qwen3) & set(ids))  # hypothesis tries strings that it finds in the source, "<think>" too
+    assert qwen3.text(text) == ids
 
 
 def test_text_around_a_hostile_string_keeps_its_ids(qwen3: Renderer) -> None:
