@@ -81,10 +81,10 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
     return Batch(
         token_ids=_joined((t.token_ids for t in trajectories), np.int64),
         positions=torch.cat([torch.arange(length) for length in lengths]),
-        segment_ids=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
-        loss_mask=torch.from_numpy(mask),
-        episode_index=torch.from_numpy(np.repeat(episode_index, lengths)),
-        group_index=torch.from_numpy(np.repeat(group_index, lengths)),
+        segment_ids=torch.as_tensor(np.repeat(np.arange(len(lengths)), lengths)),
+        loss_mask=torch.as_tensor(mask),
+        episode_index=torch.as_tensor(np.repeat(episode_index, lengths)),
+        group_index=torch.as_tensor(np.repeat(group_index, lengths)),
         rollout_logprobs=_sampled((t.rollout_logprobs for t in trajectories), mask, np.float32, math.nan),
         policy_versions=_sampled((t.policy_versions for t in trajectories), mask, np.int64, -1),
         rewards=_joined((t.rewards or repeat(0.0, len(t)) for t in trajectories), np.float32),
@@ -95,7 +95,7 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
 
 def _joined(lists: Iterable[Iterable[float]], dtype: type[np.number[Any]]) -> Tensor:
     """[T] of many lists one after another; NumPy reads an iterator thirty times as fast as torch reads a list."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype))
+    return torch.as_tensor(np.fromiter(chain.from_iterable(lists), dtype))
 
 
 def _sampled(
@@ -104,7 +104,7 @@ def _sampled(
     """The same of lists of which nothing is read but what lies under the mask [T]."""
     values = np.full(len(mask), elsewhere, dtype)
     values[mask] = np.fromiter(compress(chain.from_iterable(lists), mask.tobytes()), dtype)
-    return torch.from_numpy(values)
+    return torch.as_tensor(values)
 
 
 def _pack_streams(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

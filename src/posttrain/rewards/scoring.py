@@ -152,7 +152,7 @@ class CustomReward:
     def close(self) -> None:
         return None
 
-    async def _await(self, episodes: Sequence[Episode], task: Task) -> list[Outcome] | None:
+    async def _await(self, episodes: Sequence[Episode], task: Task) -> Sequence[Outcome] | None:
         """None at the deadline."""
         try:
             async with asyncio.timeout(self.seconds) as deadline:
