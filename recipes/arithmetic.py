@@ -114,12 +114,14 @@ def reward(episode: Episode, task: Task, price: float = 0.25) -> Score:
 def rows(split: str = "train", *, seed: int = 0, count: int = 256, numbers: int = 2) -> list[dict[str, Any]]:
     """`count` tasks; the same numbers and target never stand in both splits."""
     made: dict[str, dict[str, Any]] = {}
+    last = 0  # expression that made a new task: two numbers make some hundreds of tasks, however many are asked for
     for number, (given, written, target) in enumerate(_expressions(seed, numbers)):
         question = f"Make {target} from {', '.join(map(str, given))}."
         mine = (random.Random(question).randrange(EVAL_SHARE) == 0) == (split == "eval")
-        if mine:
-            made.setdefault(question, {"question": question, "numbers": given, "target": target, "answer": written})
-        if len(made) == count or number > 100 * count:
+        if mine and question not in made:
+            made[question] = {"question": question, "numbers": given, "target": target, "answer": written}
+            last = number
+        if len(made) == count or number - last > 100 * (1 + len(made)):
             break
     return [{"id": row["question"], **row} for row in made.values()]
 
