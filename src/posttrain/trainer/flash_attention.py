@@ -25,7 +25,8 @@ except ImportError:  # older torch: length buckets are used on every device
     varlen_attn = None
 
 VARLEN_TAKES_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
-HOPPER = 9  # compute capability; newer GPUs have not been tried
+HOPPER = 9  # compute capability; newer GPUs have not been tried with version 4,
+MOST_OF_FOUR = 128  # nor have windows and wider heads
 
 
 def use_varlen(device: torch.device, dtype: torch.dtype, module: nn.Module) -> bool:
@@ -63,47 +64,47 @@ def packed_flash_attention(
     if varlen_attn is None:
         raise NotImplementedError("this torch has no varlen_attn; use_varlen tells when to use it")
     q, k, v = qkv
-    left = -1 if window is None else window - 1
-    if version == 4:
-        return version_four(q, k, v, *ends, longest, scaling, left)[0]
+    if version == 4 and window is None and q.shape[2] <= MOST_OF_FOUR:
+        return version_four(q, k, v, *ends, longest, scaling)[0]
     options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
     if not VARLEN_TAKES_GQA and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    left = -1 if window is None else window - 1
     return varlen_attn(q, k, v, *ends, *longest, scale=scaling, window_size=(left, 0), **options)  # type: ignore[return-value]
 
 
 @torch.library.custom_op("posttrain::flash_attention_4", mutates_args=())
 def version_four(
-    q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, longest: Sequence[int], scaling: float, left: int
+    q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, longest: Sequence[int], scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """[Tq, H, Dv] and, float32, [H, Tq] logarithms of the denominators; one operator for compilers. left: or -1."""
+    """[Tq, H, Dv] and, float32, [H, Tq] logarithms of the denominators; one operator for compilers."""
     out, lse, *_ = _four()._flash_attn_fwd(
-        q, k, v, return_lse=True, **_who_sees_whom(q_ends, k_ends, longest, left), softmax_scale=scaling
+        q, k, v, return_lse=True, **_sequences(q_ends, k_ends, longest), softmax_scale=scaling
     )
     return out, lse.contiguous()
 
 
 @version_four.register_fake
-def _(q, k, v, q_ends, k_ends, longest, scaling, left):
+def _(q, k, v, q_ends, k_ends, longest, scaling):
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
 
 
 @torch.library.custom_op("posttrain::flash_attention_4_backward", mutates_args=())
 def version_four_backward(
-    grad: Tensor, kept: Sequence[Tensor], longest: Sequence[int], scaling: float, left: int
+    grad: Tensor, kept: Sequence[Tensor], longest: Sequence[int], scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values; kept: these three, what came out, ends."""
     *tensors, q_ends, k_ends = kept
     q, k, v, out, lse = tensors
     dq, dk, dv, *_ = _four()._flash_attn_bwd(
-        q, k, v, out, grad, lse, **_who_sees_whom(q_ends, k_ends, longest, left), softmax_scale=scaling,
+        q, k, v, out, grad, lse, **_sequences(q_ends, k_ends, longest), softmax_scale=scaling,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return dq, dk, dv
 
 
 @version_four_backward.register_fake
-def _(grad, kept, longest, scaling, left):
+def _(grad, kept, longest, scaling):
     q, k, v, *_ = kept
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -116,27 +117,24 @@ def _four() -> Any:
     return interface
 
 
-def _who_sees_whom(q_ends: Tensor, k_ends: Tensor, longest: Sequence[int], left: int) -> dict[str, Any]:
-    whole = left < 0
+def _sequences(q_ends: Tensor, k_ends: Tensor, longest: Sequence[int]) -> dict[str, Any]:
     return {
         "cu_seqlens_q": q_ends,
         "cu_seqlens_k": k_ends,
         "max_seqlen_q": longest[0],
         "max_seqlen_k": longest[1],
-        "causal": whole,
-        "window_size_left": None if whole else left,
-        "window_size_right": None if whole else 0,
+        "causal": True,
     }
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.scaling, ctx.left = inputs
+    *tensors, ctx.longest, ctx.scaling = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     kept = list(ctx.saved_tensors)
-    return *version_four_backward(grad.contiguous(), kept, ctx.longest, ctx.scaling, ctx.left), *[None] * 5
+    return *version_four_backward(grad.contiguous(), kept, ctx.longest, ctx.scaling), *[None] * 4
 
 
 version_four.register_autograd(_backward, setup_context=_remember)
