@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 
+from cluster.fleet import on_ranks
 from posttrain.algorithms import CHOICES, LOSSES
 from posttrain.packing import Batch, pack
 
@@ -30,8 +30,9 @@ def mini_batch(loss: str, aggregate: str) -> Batch:
     return batch
 
 
-def work(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+def work(folder: str) -> None:
+    dist.init_process_group("gloo")  # as the environment says
+    rank = dist.get_rank()
     torch.set_num_threads(1)
     found = {}
     for loss in LOSSES:
@@ -47,7 +48,7 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 def test_the_number_of_ranks_changes_no_gradient(tmp_path: Path):
-    processes.spawn(work, args=(str(tmp_path),), nprocs=RANKS)
+    on_ranks(RANKS, tmp_path / "log", work, str(tmp_path))
     found = torch.load(tmp_path / "gradients.pt", weights_only=True)
     assert len(found) == 2 * len(LOSSES)
     for (loss, aggregate), summed in found.items():

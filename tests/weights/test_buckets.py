@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forked import server
 from posttrain.weights.buckets import connect, layout, listen, open_group, receive, send
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -44,10 +44,9 @@ def _take(port: int, rank: int, world: int, answers: Any) -> None:
 
 
 def test_two_other_processes_get_every_tensor_to_the_bit_again_and_again() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    answers, world = spawn.Queue(), 3
+    answers, world = server().Queue(), 3
     store = listen("127.0.0.1", world)
-    takers = [spawn.Process(target=_take, args=(store.port, rank, world, answers), daemon=True) for rank in (1, 2)]
+    takers = [server().Process(target=_take, args=(store.port, rank, world, answers), daemon=True) for rank in (1, 2)]
     for taker in takers:
         taker.start()
     group = open_group(store, rank=0, world=world, backend="gloo")
@@ -70,9 +69,8 @@ def _wait(port: int, answers: Any) -> None:
 
 
 def test_who_waits_is_told_when_the_sender_gives_up() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    answers, store = spawn.Queue(), listen("127.0.0.1", 2)
-    waiter = spawn.Process(target=_wait, args=(store.port, answers), daemon=True)
+    answers, store = server().Queue(), listen("127.0.0.1", 2)
+    waiter = server().Process(target=_wait, args=(store.port, answers), daemon=True)
     waiter.start()
     group = open_group(store, rank=0, world=2, backend="gloo")
     assert answers.get(timeout=60) == "waits"

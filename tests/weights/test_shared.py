@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from forked import server
 from posttrain.weights.buckets import as_json, layout, read_buckets
 from posttrain.weights.shared import NotShared, Shelf, hand_over, opened, take_over
 from weights.test_buckets import tensors
 
 SIZE, TRANSFERS = 256, 3  # bytes of a buffer: the largest tensor has eight pieces
-spawn = multiprocessing.get_context("spawn")
 
 
 def _take(pipe: Any, visible: str) -> None:
@@ -39,8 +38,8 @@ def _take(pipe: Any, visible: str) -> None:
 
 @contextmanager
 def takers(shelf: Shelf, visible: list[str]) -> Iterator[list[Any]]:
-    pipes = [spawn.Pipe() for _ in visible]
-    running = [spawn.Process(target=_take, args=(theirs, v)) for (_, theirs), v in zip(pipes, visible, strict=True)]
+    pipes = [server().Pipe() for _ in visible]
+    running = [server().Process(target=_take, args=(theirs, v)) for (_, theirs), v in zip(pipes, visible, strict=True)]
     for process in running:
         process.start()
     ours = [pipe for pipe, _ in pipes]
