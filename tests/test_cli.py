@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli_runs import Command, command_in, write_config
+from forked import COMMAND, Program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -278,21 +280,14 @@ def test_a_disk_that_is_full_is_told_and_the_run_can_go_on(
 
 def test_ctrl_c_leaves_a_run_that_goes_on_where_its_last_checkpoint_is(command: Command, tmp_path: Path) -> None:
     write_config(tmp_path / "run.yaml", {"run": {"steps": 60, "dir": "r"}, "checkpoint": {"every": 1}})
-    program = [sys.executable, "-m", "posttrain", "rl", "run.yaml"]
-    run = subprocess.Popen(
-        program,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs ignore it
+    run = Program(tmp_path, "rl", "run.yaml", code=f"{heard}; {COMMAND}", inside=True)
     ends = time.monotonic() + 120
     while not any((tmp_path / "r" / "checkpoints").glob("step-*")) and time.monotonic() < ends:
         time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
-    assert run.returncode == 130
+    os.kill(run.pid, signal.SIGINT)
+    status, _, err = run.ended(60)
+    assert status == 130
     done = re.search(r"interrupted. (\d+) of 60 steps are done; .*: posttrain resume r\n", err)
     assert done, err
     assert "Traceback" not in err

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from forked import COMMAND, Program
 from posttrain.loops.serve import served_target
 from posttrain.runs.config_file import ConfigError
 from posttrain.runs.trajectories import read_trajectories
 from posttrain.trajectory import Source
 
 openai = pytest.importorskip("openai")
-COMMAND = [sys.executable, "-c", "from posttrain.cli import main; main()", "serve", "tiny_search_base", "--port", "0"]
+SERVE = ("serve", "tiny_search_base", "--port", "0")
+SECONDS = 120
 SEARCH = {
     "type": "function",
     "function": {
@@ -26,13 +28,22 @@ SEARCH = {
 }
 
 
+def address_of(process: Program, said: Path) -> str:
+    ends = time.monotonic() + SECONDS
+    while process.poll() is None and time.monotonic() < ends:
+        found = re.search(r"serving at .*?(\S+)\n", said.read_text() if said.is_file() else "")
+        if found:
+            return found[1]
+        time.sleep(0.05)
+    raise AssertionError(f"it does not serve: {process.ended(0)}")
+
+
 def test_a_model_is_served_with_a_key_and_recorded(tmp_path: Path):
     options = ["--syntax", "search_r1", "--record", str(tmp_path / "seen"), "--token-env", "SERVE_KEY"]
-    environment = {**os.environ, "SERVE_KEY": "open sesame"}
-    process = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
+    key = "import os; os.environ['SERVE_KEY'] = 'open sesame'"
+    process = Program(tmp_path, *SERVE, *options, code=f"{key}; {COMMAND}")
+    url = address_of(process, tmp_path / "stderr")
     try:
-        url = next(line for line in process.stderr if "serving at" in line).split()[-1]
         with openai.OpenAI(base_url=url, api_key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
             stranger.models.list()
         with openai.OpenAI(base_url=url, api_key="open sesame") as client:
@@ -44,9 +55,9 @@ def test_a_model_is_served_with_a_key_and_recorded(tmp_path: Path):
                 client.chat.completions.create(messages=[{"role": "user", "content": "x " * 2000}], **asked)
             assert caught.value.code == "context_length_exceeded"
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
-    assert process.returncode == 0
+        os.kill(process.pid, signal.SIGTERM)
+        status, _, said = process.ended(20)
+    assert status == 0, said
     first, second = read_trajectories(tmp_path / "seen" / "step-000001.parquet")
     assert first.token_ids == second.token_ids
     assert Source.POLICY not in first.source, "another temperature than the training's: recorded, but no policy token"
