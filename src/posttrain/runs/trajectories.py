@@ -156,7 +156,8 @@ def _turn(record: dict[str, Any]) -> Turn:
     stop_reason = record.pop("stop_reason")
     calls = tuple(ToolCall(**call | {"status": CallStatus(call["status"])}) for call in record.pop("calls"))
     return Turn(
-        **record | {"who": Source[record["who"]]},
+        who=Source[record.pop("who")],
+        **record,
         stop_reason=StopReason(stop_reason) if stop_reason is not None else None,
         calls=calls,
     )
