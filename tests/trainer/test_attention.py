@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from itertools import pairwise
 
 import pytest
@@ -102,3 +103,25 @@ def test_varlen_is_for_half_precision_on_cuda_without_soft_caps_and_sinks() -> N
         assert not use_varlen(cuda, torch.float32, llama)
         assert not use_varlen(cuda, torch.bfloat16, tiny_policy("gemma2").module)
         assert not use_varlen(cuda, torch.bfloat16, tiny_policy("gpt_oss").module)
+
+
+@pytest.mark.parametrize(("installed", "version"), [("4.0.0b36", 4), ("4.1.0", 4), ("4.0.0b5", 2), (None, 2)])
+def test_flash_attention_4_is_used_on_hopper_where_it_is_installed_and_new_enough(
+    installed: str | None, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version_of(name: str) -> str:
+        assert name == "flash-attn-4"
+        if installed is None:
+            raise metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(metadata, "version", version_of)
+    monkeypatch.setattr(flash_attention, "is_hopper", lambda _: True)
+    asked = flash_attention.version_on.__wrapped__  # without what it remembers
+    assert asked(torch.device("cuda")) == version
+    monkeypatch.setattr(flash_attention, "is_hopper", lambda _: False)
+    assert asked(torch.device("cuda")) == 2
+
+
+def test_no_device_but_a_gpu_is_a_hopper() -> None:
+    assert not flash_attention.is_hopper(CPU)

@@ -7,14 +7,15 @@ beyond causal sequences and their windows (`attention.py`), caches (`sampler/cac
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from posttrain.trainer.attention import has_plain_scores
@@ -27,6 +28,7 @@ except ImportError:  # older torch: length buckets are used on every device
 VARLEN_TAKES_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 HOPPER = 9  # compute capability; newer GPUs have not been tried with version 4,
 MOST_OF_FOUR = 128  # nor have windows and wider heads
+LEAST_FOUR = Version("4.0.0b36")
 
 
 def use_varlen(device: torch.device, dtype: torch.dtype, module: nn.Module) -> bool:
@@ -46,7 +48,10 @@ def is_hopper(device: torch.device) -> bool:
 @cache
 def version_on(device: torch.device) -> int:
     """Of FlashAttention: 4 or 2."""
-    installed = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    try:  # by its version, since packages of version 2 bring sketches of 4 along
+        installed = Version(metadata.version("flash-attn-4")) >= LEAST_FOUR
+    except metadata.PackageNotFoundError:
+        return 2
     return 4 if installed and is_hopper(device) else 2
 
 
