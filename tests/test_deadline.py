@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
-from posttrain.deadline import in_thread, in_threads
+from posttrain.deadline import NoThread, in_thread, in_threads
 
 LONG = 60.0
+TOO_LARGE = 1 << 47  # bytes of a thread's stack: more than there are addresses
 
 
 def test_calls_at_once_do_not_wait_for_each_other() -> None:
@@ -78,6 +80,69 @@ def test_what_one_of_several_raises_is_the_callers() -> None:
 
     with pytest.raises(KeyError, match="no such page"):
         asyncio.run(in_threads([lambda: None, fails], LONG))
+
+
+def test_an_error_does_not_wait_for_calls_that_hang() -> None:
+    done = threading.Event()
+
+    def fails() -> None:
+        raise KeyError("no such page")
+
+    async def main() -> None:
+        with pytest.raises(KeyError, match="no such page"):
+            await asyncio.wait_for(in_threads([lambda: done.wait(LONG), fails], LONG), LONG / 2)
+
+    asyncio.run(main())
+    done.set()
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
+    done, begun = threading.Event(), list[int]()
+
+    async def main() -> None:
+        calls = [lambda: done.wait(LONG), *[partial(begun.append, number) for number in range(3)]]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(in_threads(calls, LONG, patience=LONG), 0.05)
+
+    asyncio.run(main())
+    done.set()
+    for thread in threading.enumerate():
+        if thread.name == "posttrain-call":
+            thread.join(LONG)
+    assert not begun
+
+
+@pytest.fixture
+def no_further_thread() -> Iterator[Callable[[], None]]:
+    """Call it, and the system gives none."""
+
+    def refuse() -> None:
+        threading.stack_size(TOO_LARGE)
+
+    usual = threading.stack_size()
+    yield refuse
+    threading.stack_size(usual)
+
+
+def test_without_further_threads_those_that_there_are_make_all_calls(no_further_thread: Callable[[], None]) -> None:
+    go_on = threading.Event()
+
+    def first() -> int:
+        no_further_thread()
+        go_on.wait(LONG)
+        return 1
+
+    async def main() -> list[int | None]:
+        asyncio.get_running_loop().call_later(0.1, go_on.set)  # after others have been asked for
+        return await in_threads([first, lambda: 2, lambda: 3], LONG)
+
+    assert asyncio.run(main()) == [1, 2, 3]
+
+
+def test_without_any_thread_callers_are_told(no_further_thread: Callable[[], None]) -> None:
+    no_further_thread()
+    with pytest.raises(NoThread, match="calls that hang"):
+        asyncio.run(in_threads([lambda: 1, lambda: 2], LONG))
 
 
 def test_whoever_is_cancelled_does_not_wait_for_threads() -> None:

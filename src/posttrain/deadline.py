@@ -22,6 +22,10 @@ class DeadlinePassed(Exception):
     """A limit in seconds was reached."""
 
 
+class NoThread(RuntimeError):
+    """The system gives this process no further thread: calls that hang keep theirs."""
+
+
 def ends_in(seconds: float | None) -> float | None:
     """The moment `seconds` from now, by the event loop's clock; None = never."""
     return None if seconds is None else asyncio.get_running_loop().time() + seconds
@@ -58,6 +62,7 @@ async def in_thread(call: Callable[[], T]) -> T:
     """Runs `call` in a thread of its own that does not keep the program alive; cancelled, its result is dropped.
 
     The event loop's executor would do neither: a few hung calls fill it, and its threads are joined at the end.
+    Raises NoThread, and what the call raises.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Callable[[], T]] = loop.create_future()
@@ -76,7 +81,10 @@ async def in_thread(call: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, outcome)
 
-    threading.Thread(target=work, daemon=True, name="posttrain-call").start()
+    try:
+        threading.Thread(target=work, daemon=True, name="posttrain-call").start()
+    except RuntimeError as error:
+        raise NoThread(f"{error}: calls that hang, or a limit on processes and threads, leave none") from error
     return (await future)()
 
 
@@ -86,8 +94,9 @@ async def in_threads(
     """What each call returned, in their order; None for one that took longer than `seconds`. See `in_thread`.
 
     One thread makes them one after another, since starting a thread takes longer than most calls do. Those that it has
-    not come to after `patience` seconds get threads of their own, so that calls which block do so at the same time.
-    Raises what a call raises.
+    not come to after `patience` seconds get threads of their own, so that calls which block do so at the same time;
+    where the system gives fewer threads, those that there are go on one after another.
+    Raises what a call raises, as soon as it does, and NoThread without a single thread. No call begins afterwards.
     """
     left, results = deque(enumerate(calls)), dict[int, T]()
 
@@ -99,14 +108,20 @@ async def in_threads(
                 return
             results[number] = call()
 
+    async def help_out() -> None:
+        with contextlib.suppress(NoThread):
+            await in_thread(work)
+
     jobs = [asyncio.ensure_future(in_thread(work))]
     try:
-        await asyncio.wait(jobs, timeout=patience)
-        jobs += [asyncio.ensure_future(in_thread(work)) for _ in range(len(left))]
-        ended, _ = await asyncio.wait(jobs, timeout=seconds)
+        ended, _ = await asyncio.wait(jobs, timeout=patience)
+        if not ended:
+            jobs += [asyncio.ensure_future(help_out()) for _ in range(len(left))]
+            ended, _ = await asyncio.wait(jobs, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for job in ended:
             job.result()
     finally:
+        left.clear()
         for job in jobs:
             leave(job)
     return [results.get(number) for number in range(len(calls))]

@@ -179,6 +179,47 @@ def test_a_sync_reward_that_hangs_on_one_of_eight_leaves_seven():
     assert outcomes[:2] + outcomes[3:] == [Score(1.0)] * 7
 
 
+async def awaits_what_is_cancelled(ep, task):
+    inner = asyncio.ensure_future(asyncio.sleep(60))
+    inner.cancel()
+    await inner
+
+
+def runs_what_is_cancelled(ep, task):
+    asyncio.run(awaits_what_is_cancelled(ep, task))
+
+
+@pytest.mark.parametrize("function", [awaits_what_is_cancelled, runs_what_is_cancelled])
+def test_what_a_reward_cancels_itself_ends_its_sample_alone(function):
+    outcomes = run(function)
+    assert {(type(outcome), outcome.reason) for outcome in outcomes} == {(Invalid, "reward_error")}
+
+
+def test_a_cancelled_group_is_not_judged():
+    async def forever(ep, task):
+        await asyncio.sleep(60)
+
+    async def main():
+        reward = CustomReward(RewardFunction(forever), name="mine", seconds=60)
+        judging = asyncio.ensure_future(score_group(reward, EIGHT, task("3")))
+        await asyncio.sleep(0.01)
+        judging.cancel()
+        await judging
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+
+
+def test_a_system_that_gives_no_thread_ends_no_run():
+    usual = threading.stack_size(1 << 47)  # more than there are addresses
+    try:
+        outcomes = run(lambda ep, task: 1.0)
+    finally:
+        threading.stack_size(usual)
+    assert {(type(outcome), outcome.reason) for outcome in outcomes} == {(Invalid, "reward_error")}
+    assert "can't start new thread" in outcomes[0].detail
+
+
 def test_a_sync_reward_does_not_stop_the_event_loop():
     release = threading.Event()
 

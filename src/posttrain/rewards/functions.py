@@ -59,7 +59,7 @@ class RewardFunction:
             return self.outcomes(returned, len(episodes))
         except RewardError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # of a loop of its own: this one waits for us
             return [reward_error(error)] * len(episodes)
 
     def call(self, episodes: Sequence[Episode], task: Task) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from posttrain.deadline import in_thread, in_threads
+from posttrain.deadline import NoThread, in_thread, in_threads
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction, reward_error
 from posttrain.rewards.isolation import WorkerPool
 from posttrain.task import Abstain, Invalid, Outcome, Score, Task
@@ -144,13 +144,20 @@ class CustomReward:
         if self.function.is_async:
             judged = await asyncio.gather(*(self._await(part, task) for part in parts))
         else:
-            judged = await in_threads([partial(self.function.judge, part, task) for part in parts], self.seconds)
+            judged = await self._judge(parts, task)
         late = Invalid("reward_timeout", f"reward {self.name} took longer than {self.seconds} s")
         known = [[late] * len(part) if found is None else found for part, found in zip(parts, judged, strict=True)]
         return [outcome for found in known for outcome in found]
 
     def close(self) -> None:
         return None
+
+    async def _judge(self, parts: Sequence[Sequence[Episode]], task: Task) -> Sequence[Sequence[Outcome] | None]:
+        """None for what was not judged at the deadline."""
+        try:
+            return await in_threads([partial(self.function.judge, part, task) for part in parts], self.seconds)
+        except NoThread as error:
+            return [[reward_error(error)] * len(part) for part in parts]
 
     async def _await(self, episodes: Sequence[Episode], task: Task) -> Sequence[Outcome] | None:
         """None at the deadline."""
@@ -159,8 +166,16 @@ class CustomReward:
                 return self.function.outcomes(await self.function.call(episodes, task), len(episodes))
         except RewardError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             return None if deadline.expired() else [reward_error(error)] * len(episodes)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled this very task: what a function awaits can be cancelled, too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 @dataclass(frozen=True, slots=True)
