@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from posttrain.trainer.attention import PackedAttention, layout_of, refuse_unsup
 from posttrain.trainer.flash_attention import use_varlen
 
 from .models import tiny_policy
+from .test_prefix_varlen import plain_attention
 
 CPU = torch.device("cpu")
 
@@ -125,3 +127,49 @@ def test_flash_attention_4_is_used_on_hopper_where_it_is_installed_and_new_enoug
 
 def test_no_device_but_a_gpu_is_a_hopper() -> None:
     assert not flash_attention.is_hopper(CPU)
+
+
+class Interface:
+    """What version 4's does, written out; its gradients lie in memory as what they are gradients of."""
+
+    @staticmethod
+    def _flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        ends, longest = (how["cu_seqlens_q"], how["cu_seqlens_k"]), (how["max_seqlen_q"], how["max_seqlen_k"])
+        out = plain_attention((q, k, v), ends, longest, scaling=how["softmax_scale"], window=None, version=0)
+        return out.contiguous(), torch.zeros(q.shape[1], len(q))
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, deterministic: bool, **how: Any
+    ) -> list[Tensor]:
+        made = [torch.empty_like(x) for x in (q, k, v)]
+        scale, (q_ends, k_ends) = how["softmax_scale"], (how["cu_seqlens_q"].tolist(), how["cu_seqlens_k"].tolist())
+        for queries, keys in zip(pairwise(q_ends), pairwise(k_ends), strict=True):
+            (qs, g), (ks, vs) = (x[slice(*queries)] for x in (q, grad)), (x[slice(*keys)] for x in (k, v))
+            hidden = torch.ones(len(qs), len(ks), dtype=torch.bool).triu(len(ks) - len(qs) + 1)
+            scores = torch.einsum("qhd,khd->hqk", qs, ks) * scale
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            of_weights = torch.einsum("qhd,khd->hqk", g, vs)
+            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+            made[0][slice(*queries)] = torch.einsum("hqk,khd->qhd", of_scores, ks)
+            made[1][slice(*keys)] = torch.einsum("hqk,qhd->khd", of_scores, qs)
+            made[2][slice(*keys)] = torch.einsum("hqk,qhd->khd", weights, g)
+        return made
+
+
+def test_version_4_is_an_operator_that_compilers_see_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention, "_four", lambda: Interface)
+    q, k, v = (  # not contiguous
+        torch.randn(2, count, 8, generator=torch.Generator().manual_seed(count)).transpose(0, 1).requires_grad_()
+        for count in (5, 7, 7)
+    )
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
+    torch.library.opcheck(flash_attention.version_four, (q, k, v, *ends, [3, 4], 0.5))
+    out, lse = flash_attention.version_four(q, k, v, *ends, [3, 4], 0.5)
+    kept = [x.detach() for x in (q, k, v, out, lse, *ends)]
+    torch.library.opcheck(flash_attention.version_four_backward, (torch.ones_like(out), kept, [3, 4], 0.5))
+    plain = plain_attention((q, k, v), ends, (3, 4), scaling=0.5, window=None, version=0)
+    for mine, theirs in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(plain.sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)

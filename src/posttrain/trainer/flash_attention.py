@@ -105,7 +105,7 @@ def version_four_backward(
         q, k, v, out, grad, lse, **_sequences(q_ends, k_ends, longest), softmax_scale=scaling,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    return dq, dk, dv
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()  # they come as queries lie, which compilers do not expect
 
 
 @version_four_backward.register_fake
