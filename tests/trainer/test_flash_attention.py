@@ -1,6 +1,6 @@
 """FlashAttention on packed rows against attention written out; skipped where there is no GPU, or not this version.
 
-Version 4 leaves windows and wide heads to version 2.
+Version 4 leaves windows and heads of other sizes to version 2.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ except ImportError:  # older torch: length buckets are used on every device
 
 VARLEN_TAKES_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 HOPPER = 9  # compute capability; newer GPUs have not been tried with version 4,
-MOST_OF_FOUR = 128  # nor have windows and wider heads
+HEADS_OF_FOUR = (64, 128)  # nor have windows and heads of other sizes
 LEAST_FOUR = Version("4.0.0b36")
 
 
@@ -69,7 +69,7 @@ def packed_flash_attention(
     if varlen_attn is None:
         raise NotImplementedError("this torch has no varlen_attn; use_varlen tells when to use it")
     q, k, v = qkv
-    if version == 4 and window is None and q.shape[2] <= MOST_OF_FOUR:
+    if version == 4 and window is None and q.shape[2] in HEADS_OF_FOUR:
         return version_four(q, k, v, *ends, longest, scaling)[0]
     options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA and q.shape[1] != k.shape[1] else {}
     if not VARLEN_TAKES_GQA and q.shape[1] != k.shape[1]:
