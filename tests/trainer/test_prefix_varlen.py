@@ -80,6 +80,17 @@ def test_a_row_that_several_tokens_share_is_computed_once() -> None:
     assert torch.equal(batch.token_ids[layout.token_of_row[layout.row_of_token]], batch.token_ids)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_rows_that_nobody_shares_are_the_tokens(tokens: int) -> None:
+    batch = grouped([(tokens, [[]])])
+    layout = varlen_layout(batch, CPU)
+    rows = torch.randn(tokens, 3, requires_grad=True)
+    assert torch.equal(layout.rows_to_tokens(rows), rows)
+    (grad,) = torch.autograd.grad(layout.rows_to_tokens(rows * 2).sum(), rows)
+    assert torch.equal(grad, torch.full_like(rows, 2))
+    assert layout.shared_rows.shape == (2,), "compilers take 0 and 1 for special"
+
+
 @torch.library.custom_op("posttrain_tests::attention", mutates_args=())
 def opaque(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int) -> Tensor:
     return q * 2

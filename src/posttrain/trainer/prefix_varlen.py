@@ -64,8 +64,8 @@ def varlen_layout(batch: Batch, device: torch.device) -> VarlenLayout:
     if sharers:
         widest = max(len(firsts) for _, firsts in sharers)
         tokens_of_shared = torch.cat([_tokens_of(prefix, firsts, widest, total) for prefix, firsts in sharers])
-    else:  # two rows that are shared by nobody
-        tokens_of_shared = torch.tensor([[0, total], [1, total]])
+    else:  # two rows that are shared by nobody, or the only one twice
+        tokens_of_shared = torch.tensor([[0, total], [min(1, total - 1), total]])
     token_of_row = torch.from_numpy(np.concatenate([own[starts[s] + k : starts[s + 1]] for s, k in enumerate(skipped)]))
     return VarlenLayout(
         token_of_row=token_of_row.to(device, non_blocking=True),
