@@ -217,7 +217,7 @@ class Encoder:
 
     @cached_property
     def _invents_leading_space(self) -> bool:
-        tokens = self._tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).tokens
+        tokens = self._plain_backend().encode("a", add_special_tokens=False).tokens
         return bool(tokens) and tokens[0].startswith("▁")
 
     def _tokenizer_adds_bos(self) -> bool:
