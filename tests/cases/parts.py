@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.chat import Renderer
 from posttrain.envs import SearchEnv
 from posttrain.retrieval.protocol import Passage
-from posttrain.rollout import Limits, RolloutSpec, rollout_group
+from posttrain.rollout import Limits, RolloutSpec, episode_of, rollout_group
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.scripted import ScriptedSampler
 from posttrain.task import Task
@@ -95,7 +96,11 @@ def spec(
 
 
 def roll(rollout: RolloutSpec, group_size: int = 1, the_task: Task | None = None, step: int = 0) -> list[Trajectory]:
-    """Plays one group to its end."""
-    return asyncio.run(
+    """Plays one group to its end. What turns remember of their text is what their tokens say."""
+    played = asyncio.run(
         rollout_group(the_task or task(), rollout, group_id="g", group_size=group_size, run_seed=7, step=step)
     )
+    for trajectory in played:
+        afresh = replace(trajectory, turns=[replace(turn, text=None) for turn in trajectory.turns])
+        assert episode_of(trajectory, rollout.renderer) == episode_of(afresh, rollout.renderer)
+    return played
