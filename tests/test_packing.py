@@ -159,3 +159,10 @@ def test_streams_must_be_on_all_trajectories_or_on_none() -> None:
     parts[1].streams = {}
     with pytest.raises(ValueError, match="streams"):
         pack(parts)
+
+
+def test_a_copy_of_a_batch_can_be_written_into() -> None:
+    batch = pack(trajectories([(2, 2, 1)]))
+    before = batch.rewards.clone()
+    select(batch, [0]).to("cpu", copy=True).rewards.add_(1.0)
+    assert torch.equal(batch.rewards, before)

@@ -55,8 +55,9 @@ class Batch:
         spans = [torch.arange(start, end) for start, end in spans_of(self.lengths, segments)]
         return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)
 
-    def to(self, device: torch.device | str) -> Batch:
-        return _map_token_tensors(self, lambda tensor: tensor.to(device), self.lengths)
+    def to(self, device: torch.device | str, *, copy: bool = False) -> Batch:
+        """copy: also where it is there already."""
+        return _map_token_tensors(self, lambda tensor: tensor.to(device, copy=copy), self.lengths)
 
 
 def pack(trajectories: Sequence[Trajectory]) -> Batch:

@@ -64,7 +64,8 @@ def _micro_batches(learner: Learner, mini: Batch | None) -> list[Batch]:
     if mini is None or not bool(mini.loss_mask.any()):
         return []
     bins = bins_for(mini, learner, at_least=learner.parallel_micro_batches)
-    return [select(mini, segments).to(learner.policy.device) for segments in bins]
+    device = learner.policy.device
+    return [select(mini, segments).to(device, copy=True) for segments in bins]  # a user's loss may write into it
 
 
 def _descend(
