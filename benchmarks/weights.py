@@ -32,9 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.tiny import write_model
 
 from posttrain.cluster.asking import PoolSampler
-from posttrain.cluster.beside import Samplers, calls_at
+from posttrain.cluster.beside import CALLS, SECRET, Samplers
 from posttrain.cluster.giving import PoolPublisher
-from posttrain.cluster.launch import free_port
 from posttrain.cluster.line import Exchange
 from posttrain.cluster.pool import Pool, State
 from posttrain.cluster.start import devices_for
@@ -67,11 +66,10 @@ def random_model(folder: Path, layers: int, width: int, device: str) -> Policy:
 @contextmanager
 def samplers(cluster: ClusterConfig, device: str) -> Iterator[Pool]:
     """As a launcher would start them."""
-    calls, count = calls_at("127.0.0.1", free_port()), cluster.samplers
+    exchange, count = Exchange("127.0.0.1"), cluster.samplers
+    calls = {CALLS: "{}:{}".format(*exchange.address), SECRET: exchange.secret}
     devices = devices_for(1, count, colocated=cluster.colocated) if device == "cuda" else ()
     started = Samplers(count=count, command=COMMAND, devices=devices)
-    address = calls["POSTTRAIN_CALLS"].rpartition(":")
-    exchange = Exchange(address[0], int(address[2]), calls["POSTTRAIN_SECRET"])
     pool = Pool(exchange, cluster, lambda line: None)
     exchange.keep_answering("sampler", pool.admit)
     running = [subprocess.Popen(COMMAND, env=os.environ | calls | started.place(n, count)) for n in range(count)]

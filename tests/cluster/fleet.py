@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from forked import server
+from posttrain.cluster.launch import free_port
 from posttrain.cluster.start import mustered
 from posttrain.config import RLConfig
 from posttrain.loops import rl
@@ -17,21 +17,16 @@ from posttrain.loops import rl
 SECONDS = 180
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
 def on_ranks(count: int, log: Path, work: Callable[..., None], *arguments: Any) -> None:
     """`work(*arguments)` on each of `count` ranks at once; AssertionError with what they said when one fails."""
-    port = free_port()
-    processes = [
-        server().Process(target=_rank, args=(number, count, port, log, work, arguments)) for number in range(count)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(SECONDS)
+    with free_port() as port:
+        processes = [
+            server().Process(target=_rank, args=(number, count, port, log, work, arguments)) for number in range(count)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(SECONDS)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

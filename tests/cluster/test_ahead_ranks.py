@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cluster.apart import Processes
-from cluster.fleet import free_port, on_ranks, train
+from cluster.fleet import on_ranks, train
 from cluster.test_ahead_apart import configured, until
 from cluster.test_restart import assert_each_once
 from loops.ahead import EPISODES
 from loops.toy import largest_change
 from posttrain.cluster.beside import CALLS, SECRET
+from posttrain.cluster.launch import free_port
 from posttrain.config import ConfigError, RLConfig
 
 
@@ -31,15 +32,16 @@ def lead_or_follow(config: RLConfig, calls: str, secret: str) -> None:
 
 def on_two_ranks(config: RLConfig, during: Callable[[Processes], None] = lambda processes: None) -> None:
     """Trains, with samplers apart; `during` runs on a thread beside it."""
-    folder, port, secret = config.run.directory.parent, free_port(), secrets.token_hex(8)
-    processes = Processes(folder, ("127.0.0.1", port), secret, config.cluster.samplers)
-    beside = threading.Thread(target=during, args=(processes,))
-    beside.start()
-    try:
-        on_ranks(2, folder / "said", lead_or_follow, config, f"127.0.0.1:{port}", secret)
-    finally:
-        beside.join()
-        processes.end()
+    folder, secret = config.run.directory.parent, secrets.token_hex(8)
+    with free_port() as port:
+        processes = Processes(folder, ("127.0.0.1", port), secret, config.cluster.samplers)
+        beside = threading.Thread(target=during, args=(processes,))
+        beside.start()
+        try:
+            on_ranks(2, folder / "said", lead_or_follow, config, f"127.0.0.1:{port}", secret)
+        finally:
+            beside.join()
+            processes.end()
 
 
 def measured(config: RLConfig) -> list[dict[str, Any]]:

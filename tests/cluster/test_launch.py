@@ -55,6 +55,24 @@ def test_ranks_know_their_places(tmp_path: Path):
     assert len({row[5] for row in seen}) == 1
 
 
+HELD = """
+import socket
+host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+try:
+    socket.socket().bind((host, port))
+except OSError:
+    socket.create_server((host, port)).close()
+else:
+    sys.exit("the port was free for everybody")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the port is only looked up")
+def test_the_port_where_ranks_meet_is_kept_for_rank_0(tmp_path: Path):
+    """Between its choice and rank 0's listening lie the imports of torch and transformers: seconds."""
+    assert launch_local(script(tmp_path, HELD), 1) == 0
+
+
 def test_a_rank_that_fails_is_named_with_its_traceback_and_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     code = "all_there()\nif rank == 2:\n    raise KeyError('no such layer')\n" + WAIT
     assert launch_local(script(tmp_path, code), 3) == 1

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import uvicorn
@@ -102,11 +103,14 @@ def raw_server(*replies: Reply) -> Iterator[RawServer]:
         loop.close()
 
 
+@cache
 def unused_url() -> str:
-    """An address where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}/retrieve"
+    """An address where nobody listens, nor can while these tests run."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
+    held.detach()
+    return f"http://127.0.0.1:{port}/retrieve"
 
 
 def answer(

@@ -111,8 +111,7 @@ def test_a_server_that_hangs_ends_at_the_deadline():
 def test_a_server_that_is_not_there_is_down():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    error, _ = failure(url, attempts=2)
+        error, _ = failure(f"http://127.0.0.1:{probe.getsockname()[1]}", attempts=2)
     assert error.reason == "service_down"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Self
 import httpx
 import torch
 
+from posttrain.cluster.launch import free_port
 from posttrain.sampler.vllm_engine import LEAST_SHARE, RECEIVER
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -40,16 +40,16 @@ class Served:
     @contextmanager
     def running(self) -> Iterator[Self]:
         """Started, and killed in the end."""
-        try:
-            self.start()
-            self.wait()
-            yield self
-        finally:
-            self.kill()
+        with free_port() as self.port:
+            try:
+                self.start()
+                self.wait()
+                yield self
+            finally:
+                self.kill()
 
     def start(self) -> None:
         """Does not wait for it."""
-        self.port = self.port or _free_port()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.folder)]
         command += ["--port", str(self.port), "--host", "127.0.0.1", "--enforce-eager", "--max-num-seqs", "64"]
         command += ["--kv-cache-memory-bytes", str(1 << 27), *self.options]
@@ -89,9 +89,3 @@ class Served:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
         self.process = None
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -54,7 +54,8 @@ def launch_local(command: Sequence[str], count: int, samplers: Samplers = NO_SAM
         wishes, told = os.pipe()
         held.callback(lambda: [os.close(descriptor) for descriptor in (wishes, told)])
         os.set_blocking(wishes, False)
-        calls, port = calls_at("127.0.0.1", free_port()) if samplers.count else {}, free_port()
+        port = held.enter_context(free_port())
+        calls = calls_at("127.0.0.1", held.enter_context(free_port())) if samplers.count else {}
         ranks = [_start(command, _place(number, count, port) | calls, number > 0, told) for number in range(count)]
         held.callback(lambda: end(ranks))
         beside = _Here(samplers, calls)
@@ -171,6 +172,17 @@ def die_with_launcher() -> None:
         sys.exit(LEADER_GONE)
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    with socket.create_server((address, 0)) as server:
-        return int(server.getsockname()[1])
+@contextmanager
+def free_port(address: str = "127.0.0.1") -> Iterator[int]:
+    """Of this machine; inside the block the system gives it to nobody who asks for any, and who names it may listen.
+
+    Held by a socket that is bound and does not listen. Elsewhere than on Linux it would keep out the listener too, so
+    the port is only looked up there.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        port = int(holder.getsockname()[1])
+        if sys.platform != "linux":
+            holder.close()
+        yield port

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO
 
 from posttrain.cluster.beside import WISHES, Wish
-from posttrain.cluster.launch import LAUNCHER, read_wishes
+from posttrain.cluster.launch import LAUNCHER, free_port, read_wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Seat:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the seat
+        self._ports = ExitStack()  # those that are held for rank 0
         self._wishes, self._told = os.pipe()
         os.set_blocking(self._wishes, False)
 
@@ -46,8 +47,8 @@ class Seat:
         import ray
 
         address: str = ray.util.get_node_ip_address()
-        with socket.create_server((address, 0)) as one, socket.create_server((address, 0)) as other:
-            ports = (int(one.getsockname()[1]), int(other.getsockname()[1]))
+        self._ports.close()
+        ports = (self._ports.enter_context(free_port(address)), self._ports.enter_context(free_port(address)))
         return Place(ray.get_runtime_context().get_node_id(), address, ports)
 
     def begin(self, command: Sequence[str], place: Mapping[str, str], folder: str) -> None:
