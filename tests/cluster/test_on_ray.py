@@ -91,6 +91,9 @@ def test_samplers_are_seated_again_and_a_killed_driver_leaves_nothing(tmp_path: 
     process = driver(tmp_path)
     until(lambda: all((tmp_path / f"{name}-0").exists() for name in ("rank0", "sampler0", "sampler1")), process)
     assert len({said(tmp_path, f"{name}-0")[2] for name in ("rank0", "sampler0", "sampler1")}) == 1
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    for name in ("rank0", "sampler1"):
+        assert os.getpriority(os.PRIO_PROCESS, said(tmp_path, f"{name}-0")[0]) == ours, "Ray would make it 15"
     host, _, port = said(tmp_path, "rank0-0")[2].rpartition(":")
     with socket.socket() as other, pytest.raises(OSError, match="already in use"):
         other.bind((host, int(port)))  # it is kept for rank 0, which listens there in some seconds

@@ -55,7 +55,8 @@ def _join(ray: Any, count: int, cluster: ClusterConfig) -> None:
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "warning"}
     if cluster.ray == "local":
         cores = count * cluster.cpus_per_rank + cluster.samplers * cluster.cpus_per_sampler
-        ray.init(num_cpus=cluster.num_cpus or cores, address="local", **quiet)
+        as_others = {"worker_niceness": 0}  # by default 15: beside any other process the run would get what that leaves
+        ray.init(num_cpus=cluster.num_cpus or cores, address="local", _system_config=as_others, **quiet)
         return
     try:
         if (place := re.fullmatch(r"(.+):(\d+)", str(cluster.ray))) is not None:  # else Ray itself tries for minutes
