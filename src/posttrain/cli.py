@@ -21,7 +21,6 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. run.seed=1", show_default=False)]
-ANSWERS = Path("answers.jsonl")
 AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON line instead of a table.")]
 
 

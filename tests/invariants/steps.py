@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from loops.toy import toy_config
 from posttrain.config import RLConfig
 from posttrain.loops.credit import Lesson, credited
-from posttrain.loops.learner import Models, save_learner
+from posttrain.loops.learner import Models, staged
 from posttrain.loops.update import update
 from posttrain.packing import Batch
 from posttrain.trainer.loading import pick_device
@@ -86,7 +86,7 @@ def step_once(models: Models, batch: Batch, truncated: torch.Tensor, folder: Pat
     learner = models.load(ranks)
     for name in ("before", "after"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        save_learner(learner, folder / name)
+        staged(learner)(folder / name)
         if name == "before":
             update(learner, credited(Lesson(batch, truncated), learner), step=2)
     leave_ranks()

@@ -43,7 +43,6 @@ class StartupReport:
     reads_clock: bool
     end_of_turn: str | None
     stop_tokens: Mapping[int, str]
-    control_tokens: int
     thinking: Thinking
     verdicts: Mapping[str, Verdict]
 
@@ -191,7 +190,6 @@ class Renderer:
             reads_clock=self._template is not None and self._template.reads_clock,
             end_of_turn=self._template.end_of_turn if self._template else None,
             stop_tokens={token_id: self.decode([token_id]) for token_id in sorted(self.stop_ids)},
-            control_tokens=len(self._encoder.control),
             thinking=self.thinking,
             verdicts=self.probe(tools=tools).verdicts,
         )

@@ -64,12 +64,10 @@ def load_tasks(
     return _task_set(loaded)
 
 
-def tasks_from_rows(
-    rows: Iterable[Mapping[str, Any]], source: SourceConfig, *, check_ground_truth: CheckAnswer | None = None
-) -> TaskSet:
+def tasks_from_rows(rows: Iterable[Mapping[str, Any]], source: SourceConfig) -> TaskSet:
     """The same checks for rows already in memory; `source.path` only names them. Raises DataError on any bad row."""
     numbered = _Rows(files=source.path, rows=(Row(f"row {i} (from 0)", dict(row)) for i, row in enumerate(rows)))
-    loaded = _load_source(numbered, source, source.name or source.default_name, check_ground_truth)
+    loaded = _load_source(numbered, source, source.name or source.default_name, None)
     if loaded.problems:
         message = f"{len(loaded.problems):,} of {loaded.rows_read:,} rows cannot be used"
         raise DataError(f"{message}\n{summarize(loaded.problems)}", loaded.problems)

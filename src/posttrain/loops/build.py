@@ -176,11 +176,6 @@ def schemas_of(name: str, env: Any, renderer: Renderer) -> Any:
     return schemas
 
 
-def tools_of(name: str, config: RLConfig, renderer: Renderer) -> Any:
-    """The tool schemas of the envs called `name`. Raises ConfigError as `env_to_look_at` and `schemas_of` do."""
-    return schemas_of(name, env_to_look_at(name, config), renderer)
-
-
 def check_playable(task: Task, name: str, envs: Callable[[str], Any]) -> None:
     """Raises FieldError for a row that names an env that is not there, or that its env cannot play (`check_task`)."""
     try:

@@ -296,16 +296,13 @@ def threads_for(hidden_size: int) -> int:
     return 1 if hidden_size < SMALL_HIDDEN_SIZE else os.cpu_count() or 1
 
 
-def save_learner(learner: Learner, folder: Path, tokenizer: Any = None) -> None:
-    """The policy in Hugging Face layout in `folder` itself (of one with adapters only these, in `adapter/`), everything
-    else beside it; every rank has to do it."""
-    staged(learner, tokenizer)(folder)
-
-
 def staged(learner: Learner, tokenizer: Any = None) -> Callable[[Path], None]:
-    """What a checkpoint holds, as it is now: what comes back writes it to a folder, also while training goes on.
+    """Takes what a checkpoint holds, as it is now, and returns the function that writes it to a folder.
 
-    Every rank has to ask, and to write: rank 0 what was gathered, and with `checkpoint.sharded` each its shards.
+    The folder gets the policy in Hugging Face layout (of a policy with adapters the adapters alone, in `adapter/`), and
+    critic, optimizers and `learner.json` beside it. With `checkpoint.background` everything is copied, so that training
+    may go on while it is written; without, the policy's weights are read when the function is called.
+    Every rank has to call both: rank 0 writes what was gathered, and with `checkpoint.sharded` each its own shards.
     """
     learner.publish()
     leads = learner.ranks.leads

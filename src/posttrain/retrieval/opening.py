@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from posttrain.retrieval.bm25 import BM25Retriever
 from posttrain.retrieval.corpus import EmptyPolicy
@@ -26,8 +26,6 @@ from posttrain.retrieval.storage import (
     sync,
     write_manifest,
 )
-
-Method = Literal["bm25", "dense", "hybrid"]
 
 
 def open_index(

@@ -165,16 +165,14 @@ def load_reward(spec: RewardConfig | str | Callable[..., Any], *, runner: Runner
     return Mixture(mixed, leave_out_invalid=spec.invalid_parts == "leave_out")
 
 
-def load_rewards(
-    config: RewardConfig, names: Iterable[str | None], *, runner: Runner | None = None
-) -> dict[str | None, Reward]:
+def load_rewards(config: RewardConfig, names: Iterable[str | None]) -> dict[str | None, Reward]:
     """The reward of every task: the config's for None (a task that names none), and one for each name in the data.
 
     Called with the names of all rows before anything starts, so that an unknown one is found then. A name may be
     several, joined by commas: they are summed. Raises RewardError.
     """
-    rewards: dict[str | None, Reward] = {None: load_reward(config, runner=runner)}
-    parts = Parts(config, runner)
+    rewards: dict[str | None, Reward] = {None: load_reward(config)}
+    parts = Parts(config)
     for name in sorted({name for name in names if name is not None}):
         single = [part.strip() for part in name.split(",")]
         if len(single) == 1:

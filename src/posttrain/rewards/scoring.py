@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from posttrain.deadline import NoThread, in_thread, in_threads
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction, reward_error
@@ -62,10 +62,10 @@ def load_states(rewards: Mapping[str | None, Reward], saved: Mapping[str, Any]) 
         known[key].load_state(state)
 
 
-def _stateful(rewards: Mapping[str | None, Reward]) -> dict[str, Any]:
+def _stateful(rewards: Mapping[str | None, Reward]) -> dict[str, Stateful]:
     ordered = sorted(rewards.items(), key=lambda item: item[0] or "")
     return {
-        f"{name or 'default'}/{number}/{leaf.name}": leaf
+        f"{name or 'default'}/{number}/{leaf.name}": cast("Stateful", leaf)
         for name, reward in ordered
         for number, leaf in enumerate(leaves(reward))
         if hasattr(leaf, "state_dict")

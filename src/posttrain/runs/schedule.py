@@ -58,7 +58,6 @@ class Outcome:
     """Of the steps after `warm_up`; seconds."""
 
     step_seconds: tuple[float, ...]
-    rollout_seconds: tuple[float, ...]  # that training waited
     trainer_idle: float  # share of the time
     samplers_idle: float  # share in which a sampler had nothing to decode
     staleness: float  # training steps between sampling and training, mean over tokens
@@ -124,7 +123,6 @@ class _Run:
         idle = (self.idle_at[-1] - self.idle_at[warm_up]) / (span * len(self.samplers))
         return Outcome(
             step_seconds=tuple(took),
-            rollout_seconds=tuple(waited),
             trainer_idle=sum(waited) / span,
             samplers_idle=idle,
             staleness=sum(age * tokens for age, tokens in ages) / total,

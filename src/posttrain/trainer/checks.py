@@ -33,7 +33,7 @@ class CheckedPolicy(Protocol):
 
 
 @torch.no_grad()
-def check_policy(policy: CheckedPolicy, lengths: Sequence[int] = CHECK_LENGTHS) -> None:
+def check_policy(policy: CheckedPolicy) -> None:
     """Packed, fused log-probs of a few random tokens must equal the model's own, one sequence at a time.
 
     Catches architectures that post-process logits, carry state besides attention, or express windows as masks only.
@@ -41,7 +41,7 @@ def check_policy(policy: CheckedPolicy, lengths: Sequence[int] = CHECK_LENGTHS) 
     """
     check_windows(policy)
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(policy.config.vocab_size, (n,), generator=generator) for n in lengths]
+    ids = [torch.randint(policy.config.vocab_size, (n,), generator=generator) for n in CHECK_LENGTHS]
     batch = probe_batch(ids)
     packed = policy.logprobs(batch).cpu()
     plain = torch.cat([plain_logprobs(policy.module, sequence.to(policy.device)).cpu() for sequence in ids])

@@ -80,10 +80,10 @@ def help_to_gather(policy: Policy) -> None:
         pass
 
 
-def write_files(tensors: Iterator[Named], manifest: Manifest, folder: Path, bucket_bytes: int = BUCKET_BYTES) -> int:
+def write_files(tensors: Iterator[Named], manifest: Manifest, folder: Path) -> int:
     """As safetensors that `buckets.tensors_in` reads, a file per bucket; returns the bytes."""
     folder.mkdir(parents=True)
-    buckets = layout([(name, spec.shape, spec.dtype) for name, spec in manifest.tensors.items()], bucket_bytes)
+    buckets = layout([(name, spec.shape, spec.dtype) for name, spec in manifest.tensors.items()], BUCKET_BYTES)
     for number, bucket in enumerate(buckets):
         held = dict(next(tensors) for _ in bucket)
         save_file(

@@ -28,6 +28,7 @@ from posttrain.tools.mcp.client import OURS
 from posttrain.tools.protocol import Tool, ToolError
 
 HEALTH = "/health"
+PATH = "/mcp"
 
 log = logging.getLogger("posttrain")
 
@@ -69,13 +70,13 @@ def _failure(error: ToolError | EpisodeInvalid) -> FastResult:
     return FastResult(content=error.message, is_error=True, meta={OURS: more})
 
 
-def build_server(tools: Sequence[Tool], name: str = "posttrain") -> FastMCP:
+def build_server(tools: Sequence[Tool]) -> FastMCP:
     """A server with these tools. Raises ValueError when two have one name."""
     names = [tool.spec.name for tool in tools]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(f"two tools are called {sorted(twice)[0]!r}; give one of them another name")
-    server: FastMCP = FastMCP(name, on_duplicate="error")
+    server: FastMCP = FastMCP("posttrain", on_duplicate="error")
     for tool in tools:
         server.add_tool(ServedTool.of(tool))
 
@@ -96,7 +97,6 @@ async def serve_http(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    path: str = "/mcp",
     token: str | None = None,
     allowed_hosts: Sequence[str] = (),
     on_ready: Callable[[str], None] | None = None,
@@ -111,12 +111,12 @@ async def serve_http(
     guards = [Middleware(BearerToken, token=token)] if token is not None else []
     with _bound(host, port) as listening:
         if on_ready is not None:
-            on_ready(f"http://{_in_url(host)}:{listening.getsockname()[1]}{path}")
+            on_ready(f"http://{_in_url(host)}:{listening.getsockname()[1]}{PATH}")
         await server.run_http_async(
             show_banner=False,
             host=host,
             port=listening.getsockname()[1],
-            path=path,
+            path=PATH,
             middleware=guards,  # type: ignore[arg-type]
             stateless_http=True,
             host_origin_protection="auto",  # off by default: a page in a browser could reach a server on 127.0.0.1
