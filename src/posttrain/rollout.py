@@ -346,9 +346,8 @@ class _EpisodeRun:
     def _action(self, turn: Turn) -> Action:
         assert turn.stop_reason is not None, "a turn handed to the env has been sampled"
         ids, start = self._now.token_ids, turn.start
-        opened = self._now.source[start - 1] in (Source.PROMPT, Source.TEMPLATE) and self.codec.decode(
-            ids[max(0, start - THINK_TAIL) : start]
-        ).rstrip().endswith("<think>")
+        written_before = self._now.source[start - 1] in (Source.PROMPT, Source.TEMPLATE)
+        opened = written_before and opens_thought(ids[max(0, start - THINK_TAIL) : start], self.codec)
         turn.text = _text_of(ids[start : turn.end], turn.stop_reason, self.codec)
         return Action(text=turn.text, stop_reason=turn.stop_reason, in_thought=opened)
 
@@ -543,6 +542,11 @@ class _Reader:
             segments.append(Segment(source, self._codec.decode(ids[start:end])))
             start = end
         return segments
+
+
+def opens_thought(context: Sequence[int], codec: TextCodec) -> bool:
+    """Whether a turn after these tokens begins inside a thought: they end with `<think>` and white space."""
+    return codec.decode(context[-THINK_TAIL:]).rstrip().endswith("<think>")
 
 
 def _text_of(ids: Sequence[int], stop_reason: StopReason | None, codec: TextCodec) -> str:

@@ -14,12 +14,12 @@ from typing import Literal
 
 from posttrain.chat import Renderer
 from posttrain.chat.calls import Attempt, CallParser
+from posttrain.chat.template import THINK_CLOSE, THINK_OPEN
 from posttrain.endpoint.calls import CallForm, call_id
 from posttrain.endpoint.wire import Asked, MadeCall
 from posttrain.sampler.protocol import Sampled
 from posttrain.trajectory import CallStatus, StopReason, ToolCall
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 REPLACEMENT = "\ufffd"  # what decoders show for an incomplete character
 # The agent gets these: what is wrong with arguments it can say itself, as it would to any model.
 PASSED_ON = (CallStatus.OK, CallStatus.BAD_ARGUMENTS)

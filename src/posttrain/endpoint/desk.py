@@ -13,17 +13,16 @@ from typing import Any
 from posttrain.chat import Renderer
 from posttrain.deadline import ends_in
 from posttrain.endpoint.agent import ExternalAgent
-from posttrain.endpoint.answer import THINK_OPEN, Answer, Reading, Tell
+from posttrain.endpoint.answer import Answer, Reading, Tell
 from posttrain.endpoint.calls import CallForm
 from posttrain.endpoint.recording import Context, Recording, Written
 from posttrain.endpoint.wire import Asked, Refusal, Reply
-from posttrain.rollout import RolloutSpec, Ticket
+from posttrain.rollout import RolloutSpec, Ticket, opens_thought
 from posttrain.sampler.protocol import Hear, Sampled, SamplingParams, StreamingSampler
 from posttrain.task import EpisodeInvalid
 from posttrain.trajectory import StopReason, TrajectoryError
 
 LENGTH_CODE = "context_length_exceeded"
-THINK_TAIL = 12  # tokens before a turn that are read to see whether the prompt opened a thought
 
 
 class Desk:
@@ -82,7 +81,7 @@ class Desk:
             params = self._within_limits(context, params, asked)
             seed = self._seed(context, asked)
             answer = Answer(
-                asked, self._form, self._renderer, in_thought=self._opens_thought(context),
+                asked, self._form, self._renderer, in_thought=opens_thought(context.ids, self._renderer),
                 separate=self._agent.reasoning == "separate", seed=seed, tell=tell,
             )  # fmt: skip
             started = time.perf_counter()
@@ -213,9 +212,6 @@ class Desk:
         """Ends the episode; the agent gets an error, and is cancelled."""
         self._on_failure(failure)
         return Refusal(str(failure), status=500, code="episode_failed")
-
-    def _opens_thought(self, context: Context) -> bool:
-        return self._renderer.decode(context.ids[-THINK_TAIL:]).rstrip().endswith(THINK_OPEN)
 
     def _reply(self, asked: Asked, context: Context, sampled: Sampled, reading: Reading, seed: int) -> Reply:
         cut = sampled.stop_reason is StopReason.STOP_ID and not asked.token_ids

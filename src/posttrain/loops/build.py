@@ -21,7 +21,7 @@ from posttrain.data.problems import FieldError
 from posttrain.endpoint import AgentEpisode, ExternalAgent, Host
 from posttrain.envs.protocol import check_env
 from posttrain.loops.collect import Collector, Credit
-from posttrain.loops.toolbox import close_tools, open_tools, tools_for, warm
+from posttrain.loops.toolbox import open_tools, tools_for, warm
 from posttrain.retrieval.client import HttpRetriever
 from posttrain.retrieval.config import make_retriever
 from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever
@@ -32,6 +32,7 @@ from posttrain.rewards.scoring import check_tasks, for_evaluation
 from posttrain.rollout import RolloutSpec, Ticket
 from posttrain.sampler.protocol import Sampler, SamplingParams
 from posttrain.task import Task
+from posttrain.tools.config import close_tools
 from posttrain.tools.guards import Counted
 from posttrain.tools.protocol import Tool
 from posttrain.trainer.loading import ModelError, check_directory, model_path

@@ -24,15 +24,14 @@ from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
 from posttrain.runs.memory import ERROR_BAND, GIB, Estimate, Plant, estimate
 from posttrain.runs.model_shape import ModelShape
 from posttrain.runs.model_sizes import UnknownSizes, shape_at
-from posttrain.sampler.engine import CAPACITY_UNIT
-from posttrain.sampler.native import CPU_KV_GIB, CUDA_KV_SHARE, MOST_WORKERS, TOKENS_PER_STEP
+from posttrain.sampler.engine import row_capacity
+from posttrain.sampler.native import CPU_KV_GIB, CUDA_KV_SHARE, MAX_BATCH, MOST_WORKERS, TOKENS_PER_STEP
 from posttrain.trainer.flash_attention import VARLEN_TAKES_GQA
 from posttrain.trainer.loading import pick_device
 from posttrain.trainer.ranks import Ranks
 
 log = logging.getLogger("posttrain")
 
-MAX_BATCH = 256  # of the native sampler
 VLLM_SHARE = 0.92  # vLLM's own default of gpu_memory_utilization
 VLLM_CPU_KV_GIB = 1
 MOST_RANKS = 1024
@@ -279,14 +278,10 @@ def _engines(config: RLConfig, layout: Layout) -> int:
 def _capacity(config: RLConfig) -> int:
     """Tokens of a row: room for the first turn, then half as much again whenever an episode outgrows it."""
     limits = config.limits
-    capacity = _rounded(min(limits.max_prompt_tokens + limits.max_turn_tokens, limits.max_episode_tokens) + 1)
+    capacity = row_capacity(min(limits.max_prompt_tokens + limits.max_turn_tokens, limits.max_episode_tokens) + 1)
     while capacity < limits.max_episode_tokens + 1:
-        capacity = _rounded(max(capacity + 1, capacity * 3 // 2))
+        capacity = row_capacity(max(capacity + 1, capacity * 3 // 2))
     return capacity
-
-
-def _rounded(tokens: int) -> int:
-    return -(-tokens // CAPACITY_UNIT) * CAPACITY_UNIT
 
 
 def _grown(wanted: int, most: int, least: int) -> int:

@@ -20,8 +20,9 @@ from posttrain.loops.learner import Learner
 from posttrain.runs.metrics import Metrics
 from posttrain.sampler.native import NativeSampler, workers_for
 from posttrain.sampler.protocol import Sampler
+from posttrain.sampler.requests import NO_WEIGHTS
 from posttrain.sampler.server import ServerSampler
-from posttrain.sampler.vllm import NO_WEIGHTS, VllmSampler
+from posttrain.sampler.vllm import VllmSampler
 from posttrain.sampler.vllm_server import VllmServerSampler
 from posttrain.trainer.policy import Policy
 from posttrain.weights.publish import Published, Publisher

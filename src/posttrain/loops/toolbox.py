@@ -36,10 +36,6 @@ def warm(tools: Mapping[str, Counted]) -> None:
             inner.warm()
 
 
-async def close_tools(tools: Iterable[Tool]) -> None:
-    await asyncio.gather(*(tool.close() for tool in tools))
-
-
 def tools_for(env: EnvConfig, name: str, tools: Mapping[str, Tool]) -> dict[str, Tool]:
     """Those that the option `tools` of an env names; all when it names none."""
     wanted = env.options.get("tools")

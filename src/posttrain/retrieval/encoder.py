@@ -30,7 +30,7 @@ from posttrain.location import is_location, locate
 Pooling = Literal["mean", "cls", "last", "max"]
 TextKind = Literal["query", "passage"]
 _HASHED = re.compile(r".*\.safetensors$|pytorch_model.*\.bin$|config\.json$|tokenizer\.json$|vocab\.txt$|.*\.model$")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHARACTERS_PER_TOKEN = 64  # at most, on average: a longer text is cut before it is tokenised
 _BGE_ENGLISH = "Represent this sentence for searching relevant passages: "
 _BGE_CHINESE = "为这个句子生成表示以用于检索相关文章："
@@ -87,7 +87,7 @@ class Encoder:
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.tokenizer.padding_side = "right"
-        loaded, report = _load(AutoModel, folder, dtype=_DTYPES[config.dtype], output_loading_info=True)
+        loaded, report = _load(AutoModel, folder, dtype=DTYPES[config.dtype], output_loading_info=True)
         module = loaded.get_encoder() if hasattr(loaded, "encoder") and hasattr(loaded, "decoder") else loaded
         _check_weights(module, report["missing_keys"], folder)
         self._module: nn.Module = module.to(self.device).eval().requires_grad_(False)

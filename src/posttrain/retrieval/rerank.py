@@ -15,12 +15,10 @@ from transformers.models.auto.modeling_auto import AutoModelForSequenceClassific
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from posttrain.boundary.foreign_json import read_json
-from posttrain.retrieval.encoder import EncoderError, model_folder, pick_device
+from posttrain.retrieval.encoder import DTYPES, EncoderError, model_folder, pick_device
 from posttrain.retrieval.posts import HttpCounters, HttpOptions, JsonPosts, endpoint
 from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever, check_top_k
 from posttrain.retrieval.wire import excerpt
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class RerankConfig(BaseModel):
@@ -95,7 +93,7 @@ class CrossEncoder:
         folder = model_folder(config.model)
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-            model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=_DTYPES[config.dtype])
+            model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=DTYPES[config.dtype])
         except (OSError, ValueError) as error:
             raise EncoderError(f"{folder} holds no sequence classifier that transformers can load: {error}") from error
         if model.config.num_labels not in (1, 2):

@@ -17,6 +17,7 @@ from posttrain.rewards.answers import Answer, outside_thoughts, scored
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.service import JsonService, ServiceConfig, ServiceError
 from posttrain.sandbox import Sandbox, SandboxError, SandboxLimits
+from posttrain.sandbox.checks import compared_lines
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trajectory import Episode
 
@@ -182,7 +183,7 @@ class CodeReward:
             return False
         if check.stdout is None:
             return ran.stdout.rstrip("\n").endswith(token)
-        return _lines(ran.stdout) == _lines(check.stdout)
+        return compared_lines(ran.stdout) == compared_lines(check.stdout)
 
     async def _ask(self, service: JsonService, program: str, checks: Sequence[Check]) -> list[bool]:
         """open-instruct: {program, tests, max_execution_time} -> {"results": [0 or 1]}."""
@@ -233,8 +234,3 @@ def _decoded(text: str) -> Any:
         except ValueError:
             return text  # Python code may begin with a bracket
     return text
-
-
-def _lines(text: str) -> list[str]:
-    """Lines without white space at their ends, and none that are empty at the end."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -101,7 +101,7 @@ class Engine:
 
     def check_fits(self, request: Request) -> None:
         """Raises ValueError when the request could never fit."""
-        needed = _rounded(request.limit) * self.cache.bytes_per_token
+        needed = row_capacity(request.limit) * self.cache.bytes_per_token
         if needed > self.limits.kv_bytes:
             raise ValueError(
                 f"a sequence of up to {request.limit} tokens needs {needed / 2**20:.1f} MiB of keys and values, the "
@@ -317,8 +317,8 @@ class Engine:
         """Rows of at least `tokens`, `busy` of them; idle rows give way. False when busy rows alone don't fit."""
         if tokens <= self.cache.capacity:
             return self._row_limit(self.cache.capacity) >= busy
-        generous = _rounded(max(tokens, self.cache.capacity * 3 // 2))
-        capacity = generous if self._row_limit(generous) >= max(busy, len(self.slots)) else _rounded(tokens)
+        generous = row_capacity(max(tokens, self.cache.capacity * 3 // 2))
+        capacity = generous if self._row_limit(generous) >= max(busy, len(self.slots)) else row_capacity(tokens)
         limit = self._row_limit(capacity)
         if limit < busy:
             return False
@@ -526,5 +526,6 @@ def _is_plain(request: Request) -> bool:
     return request.params.top_p == 1 and not request.params.top_k
 
 
-def _rounded(tokens: int) -> int:
+def row_capacity(tokens: int) -> int:
+    """Tokens of a cache row that holds at least `tokens`: the next multiple of CAPACITY_UNIT."""
     return -(-tokens // CAPACITY_UNIT) * CAPACITY_UNIT

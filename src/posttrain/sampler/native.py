@@ -48,6 +48,7 @@ from posttrain.trainer.policy import Policy
 SETTLE_TURNS = 64  # at most so many turns of the event loop between two forwards
 PAUSE_SECONDS = 0.005  # the longest that timers and the network wait for the engine
 QUIET_TURNS = 16  # on a loop that does not show its queue: so many turns without a new request
+MAX_BATCH = 256
 MOST_WORKERS = 4
 CPU_KV_GIB = 2.0
 TOKENS_PER_STEP = {"cpu": 4096, "cuda": 16384}
@@ -78,7 +79,7 @@ class NativeSampler:
         policy: Policy,
         tokenizer: Any | None = None,
         *,
-        max_batch: int = 256,
+        max_batch: int = MAX_BATCH,
         tokens_per_step: int | None = None,
         kv_gib: float | None = None,
         workers: int = 1,

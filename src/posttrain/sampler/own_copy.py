@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from posttrain.sampler.native import NativeSampler
-from posttrain.sampler.requests import SamplerError
+from posttrain.sampler.requests import NO_WEIGHTS, SamplerError
 from posttrain.trainer.policy import Policy
 from posttrain.weights.buckets import tensors_in
 from posttrain.weights.names import unmatched
-
-NO_WEIGHTS = -1
 
 
 class OwnCopy(NativeSampler):

@@ -15,6 +15,9 @@ from posttrain.sampler.slots import Slot
 from posttrain.sampler.stopping import StopRule
 from posttrain.trajectory import StopReason
 
+NO_WEIGHTS = -1  # the version of a sampler that has not been given any, or whose transfer failed half-way
+SEED_MASK = (1 << 63) - 1  # engines take seeds that fit a signed 64-bit integer
+
 
 class SamplerError(RuntimeError):
     """The engine could not go on; every request that was in it fails with this."""

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from posttrain.sampler.protocol import Sampled, SamplingParams
-from posttrain.sampler.requests import Request, SamplerError, ends, new_request
+from posttrain.sampler.requests import SEED_MASK, Request, SamplerError, ends, new_request
 from posttrain.sampler.stopping import Stops
 from posttrain.trajectory import StopReason
 
@@ -26,7 +26,6 @@ TRIES = 4
 FIRST_PAUSE = 0.5  # seconds; doubles with each try
 LONGEST_PAUSE = 5.0
 AGAIN = frozenset({408, 429, 500, 502, 503, 504})
-SEED_MASK = (1 << 63) - 1
 SHOWN = 300  # characters of an answer in an error
 VLLM_ONLY = {
     "ignore_eos": True,

@@ -28,6 +28,8 @@ from torch import Tensor
 
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.sampler.requests import (
+    NO_WEIGHTS,
+    SEED_MASK,
     Request,
     SamplerError,
     SamplerStats,
@@ -45,8 +47,6 @@ from posttrain.weights.adapters import adapter_of, has_adapters
 from posttrain.weights.buckets import BUCKET_BYTES, Group, listen, open_group, send
 
 T = TypeVar("T")
-NO_WEIGHTS = -1
-SEED_MASK = (1 << 63) - 1
 LOCAL = "127.0.0.1"
 
 

@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from posttrain.sampler.protocol import Sampled, SamplingParams
-from posttrain.sampler.requests import Request, SamplerError
+from posttrain.sampler.requests import NO_WEIGHTS, Request, SamplerError
 from posttrain.sampler.server import SHOWN, ServerSampler
-from posttrain.sampler.vllm import NO_WEIGHTS, across_workers, transformers_config
+from posttrain.sampler.vllm import across_workers, transformers_config
 from posttrain.sampler.vllm_engine import RECEIVER
 from posttrain.trainer.policy import Policy
 from posttrain.weights.buckets import BUCKET_BYTES, Group, listen, open_group, send

@@ -128,7 +128,7 @@ async def _single(sandbox: Sandbox, code: str, test: Mapping[str, Any], timeout_
     failure = _failure(result)
     if failure is not None:
         return failure
-    if _lines(result.stdout) == _lines(test["stdout"]):
+    if compared_lines(result.stdout) == compared_lines(test["stdout"]):
         return TestResult(True)
     return TestResult(False, "wrong_answer", f"printed {_shown(result.stdout)}")
 
@@ -201,7 +201,8 @@ def _failure(result: SandboxResult) -> TestResult | None:
     return None
 
 
-def _lines(text: str) -> list[str]:
+def compared_lines(text: str) -> list[str]:
+    """What of a program's output is compared: lines without white space at their ends, none empty at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

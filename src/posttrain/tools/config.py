@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -116,6 +117,11 @@ def make_tools(configs: Sequence[ToolConfig]) -> dict[str, Counted]:
             raise ToolDefinitionError(f"two tools are called {name}; give one of them another name")
         tools[name] = tool
     return tools
+
+
+async def close_tools(tools: Iterable[Tool]) -> None:
+    """Ends their connections and worker processes, all at the same time."""
+    await asyncio.gather(*(tool.close() for tool in tools))
 
 
 def make_tool(config: ToolConfig) -> Tool:

@@ -17,7 +17,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-Named = tuple[str, Tensor]
+from posttrain.weights.buckets import Named
+
 PEFT = "base_model.model."  # in front of all names in a module with adapters
 FACTORS = ("lora_A", "lora_B")
 SHOWN = 3  # tensors that an error names

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, distributed
 
-Named = tuple[str, Tensor]
+Named = tuple[str, Tensor]  # a tensor and its name in Hugging Face layout
 BUCKET_BYTES = 64 << 20
 JOIN = timedelta(seconds=60)
 TRANSFER = timedelta(seconds=600)

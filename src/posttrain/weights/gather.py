@@ -21,10 +21,8 @@ from posttrain.trainer.lora import trained_state
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.sharding import AT_HAND, let_go, sharded_parts, whole
 from posttrain.weights.adapters import adapter_of, as_factors
-from posttrain.weights.buckets import BUCKET_BYTES, layout
+from posttrain.weights.buckets import BUCKET_BYTES, Named, layout
 from posttrain.weights.manifest import Manifest, Spec, once
-
-Named = tuple[str, Tensor]
 
 
 def manifest_of(policy: Policy) -> Manifest:

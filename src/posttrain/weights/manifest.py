@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from posttrain.trainer.policy import Policy
 from posttrain.weights.adapters import base_state, merged_state
+from posttrain.weights.buckets import Named
 
-Named = tuple[str, Tensor]
 SHOWN = 3  # tensors that an error names
 
 

@@ -20,9 +20,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from posttrain.weights.buckets import Place, view
+from posttrain.weights.buckets import Named, Place, view
 
-Named = tuple[str, Tensor]
 Buckets = Sequence[Sequence[Place]]
 BUFFERS = 2
 IN_MEMORY = Path("/dev/shm")  # where Linux keeps POSIX shared memory

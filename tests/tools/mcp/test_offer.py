@@ -16,10 +16,10 @@ from pydantic import ValidationError
 
 from posttrain.config import RLConfig
 from posttrain.task import EpisodeInvalid
-from posttrain.tools.config import ToolConfig
+from posttrain.tools.config import ToolConfig, close_tools
 from posttrain.tools.mcp.client import _error_of, _result_of
 from posttrain.tools.mcp.config import McpServerConfig
-from posttrain.tools.mcp.offer import ToolOffer, close_tools, open_tools
+from posttrain.tools.mcp.offer import ToolOffer, open_tools
 from posttrain.tools.mcp.opening import open_guarded_mcp_tools
 from posttrain.tools.mcp.server import build_server, serve_http
 from posttrain.tools.protocol import ToolError

@@ -5,7 +5,6 @@ They are those of a run: the same entries, the same limits and caches around the
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from posttrain.tools.config import TOOLS, ToolConfig, make_tools
+from posttrain.tools.config import TOOLS, ToolConfig, close_tools, make_tools
 from posttrain.tools.guards import Counted
 from posttrain.tools.mcp.config import McpServerConfig, read_server_list
 from posttrain.tools.mcp.opening import open_guarded_mcp_tools
@@ -69,7 +68,3 @@ def built_in_tools(leave_out: Callable[[str], None]) -> list[Counted]:
         except ToolDefinitionError as reason:
             leave_out(str(reason))
     return opened
-
-
-async def close_tools(tools: list[Counted]) -> None:
-    await asyncio.gather(*(tool.close() for tool in tools))

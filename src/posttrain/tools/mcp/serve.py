@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
-from posttrain.tools.mcp.offer import ToolOffer, close_tools, open_tools
+from posttrain.tools.config import close_tools
+from posttrain.tools.mcp.offer import ToolOffer, open_tools
 from posttrain.tools.mcp.server import build_server, serve_http, serve_stdio
 from posttrain.tools.online.service import NotConfigured
 
