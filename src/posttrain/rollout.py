@@ -97,7 +97,7 @@ class RolloutSpec:
     play_otherwise: Callable[[Ticket, RolloutSpec], Played | None] | None = None
 
     def of(self, task: Task) -> RolloutSpec:
-        """With the limits that hold for `task`."""
+        """This spec with the limits of `task`'s env: `env_limits` where it has some of its own, else `limits`."""
         limits = self.limits if task.env is None else self.env_limits.get(task.env, self.limits)
         if limits is self.limits:
             return self
@@ -179,7 +179,7 @@ async def _until_closed(jobs: list[asyncio.Task[None]], limits: Limits) -> None:
 
 
 class _Shared:
-    """What the episodes of a group need not encode each for itself."""
+    """What the episodes of a group share: the ids of their prompts, and of the markup of their observations."""
 
     def __init__(self, task: Task, spec: RolloutSpec) -> None:
         limits, self._codec = spec.limits, spec.renderer
@@ -190,7 +190,7 @@ class _Shared:
         )
 
     def prompt(self, observation: Observation, tools: Any) -> list[int]:
-        """Of the task's messages (or the env's own history), then those that the env shows first."""
+        """The ids of the prompt: the task's messages (or the env's `history`), then those that the env shows first."""
         key = repr((observation.history, observation.messages, tools))
         if key not in self._prompts:
             messages = [*(observation.history or self._task.prompt), *observation.messages]
@@ -416,7 +416,7 @@ class _EpisodeRun:
         return [(closing, Source.INJECTED), *pieces] if closing else list(pieces)
 
     def _end(self, reason: StopReason) -> None:
-        """An end without a request, or before its answer: a policy turn of no tokens that says why."""
+        """Records why an episode ends that no sampled turn ended: as the stop reason of an empty policy turn."""
         turns, end = self._now.turns, len(self._now)
         if turns and turns[-1].who is Source.POLICY and turns[-1].stop_reason is None:
             turns[-1].stop_reason = reason
@@ -458,7 +458,7 @@ class _EpisodeRun:
         return min(((ends, name) for ends, name in named if ends is not None), default=(None, ""))
 
     async def _close(self, env: Env) -> None:
-        """A failing close is noted, not more: the episode is what it is."""
+        """Closes the env. A failure is noted in `info` and changes no outcome: the episode was played."""
         try:
             await within(env.close(), ends_in(CLOSE_SECONDS))
         except (Exception, DeadlinePassed) as error:

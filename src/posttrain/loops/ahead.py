@@ -12,10 +12,12 @@ Training on step s (`rl.train_step`)
   unblocked by  the last group of the step
   produces      new weights; they are published while a sampler runs no forward, and unfinished turns go on under them
 
-So at most 1 + max_staleness steps are in the making, and no token is trained on that weights more than max_staleness
-steps old have sampled: step s is trained on those of step s - 1. With 0 the result is that of the synchronous loop.
-Rollouts have a thread and an event loop of their own. The thread that trains is also the one that publishes; while it
-waits in `take` it gives weights to samplers apart that come late (`Background.soon`), and at no other time.
+So at most 1 + max_staleness steps are rolled out at a time. Step s is trained with the weights of step s - 1, so every
+token of it was sampled by weights that are at most max_staleness steps older than these. With max_staleness = 0 the
+result is that of the synchronous loop.
+Rollouts run on an event loop in a thread of their own. The training thread also publishes the weights. A restarted
+sampler process needs them again: the training thread gives them while it waits in `take`, and at no other time (see
+`Background.soon`).
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ FOLDER = "ahead"  # of a checkpoint: the trajectories of steps that are complete
 
 
 class TooStale(RuntimeError):
-    """The bound was broken. It cannot be, so this is an error of the program."""
+    """Tokens are older than max_staleness allows. The schedule rules that out, so this is a bug of the program."""
 
 
 @dataclass(slots=True)
 class _Making:
-    """A step between its start and its training."""
+    """A step that is being rolled out, or is complete and waits to be trained on. drawn: its tasks so far."""
 
     future: Future[Filled]
     drawn: list[Task] = field(default_factory=list[Task])
@@ -79,7 +81,10 @@ class Ahead:
                 making.future = runner.start(self._filled(step, making))
 
     def take(self, step: int, runner: Background) -> Filled:
-        """Waits for the step, and raises what went wrong in it. Raises TooStale rather than break the bound."""
+        """Waits for the trajectories of `step` and returns them.
+
+        Raises what rolling out raised, and TooStale when a token is older than max_staleness allows.
+        """
         filled = runner.wait(self._making[step].future)
         del self._making[step]
         oldest_allowed = self._version_after.get(max(0, step - 1 - self.max_staleness), 0)
@@ -90,8 +95,10 @@ class Ahead:
         return filled
 
     async def state(self, texts_of: Callable[[Trajectory], str]) -> tuple[dict[str, Any], Callable[[Path], None]]:
-        """What a checkpoint needs, and who writes the complete steps into its folder. Runs on the rollouts' own loop,
-        so that nothing is drawn meanwhile."""
+        """What a checkpoint needs, and a function that writes the complete steps into its folder.
+
+        Runs on the event loop of the rollouts, so that no task is drawn meanwhile. texts_of: decodes a trajectory.
+        """
         complete = {step: making.future.result() for step, making in self._making.items() if making.complete}
         unfinished = [making.drawn for step, making in sorted(self._making.items()) if step not in complete]
         state = {
@@ -128,5 +135,5 @@ class Ahead:
 
 
 def versions_of(trajectories: Iterable[Trajectory]) -> Iterable[int]:
-    """Of all tokens that a policy wrote."""
+    """The policy version of every sampled token."""
     return (version for t in trajectories for version in t.policy_versions if version >= 0)

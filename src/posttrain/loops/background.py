@@ -56,7 +56,10 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def soon(self, work: Callable[[], object]) -> None:
-        """`work` is done by the thread that waits in `wait` or `run`, now or when it next waits. Any thread may ask."""
+        """Hands `work` to the thread that waits in `wait` or `run`; it runs there now, or when that thread next waits.
+
+        Any thread may call this.
+        """
         self._calls.put(work)
 
     def wait(self, future: Future[T]) -> T:

@@ -205,7 +205,10 @@ def check_search(stage: Stage) -> None:
 
 
 def make_stage(config: RLConfig, renderer: Renderer, tasks: Sequence[Task] = (), *, judged: bool = True) -> Stage:
-    """The retriever, and the rewards and envs that the config or one of the tasks names. judged: False = no rewards."""
+    """Makes the retriever, the tools, and the rewards and envs that the config or one of the tasks names.
+
+    judged: False = no rewards. Raises the error of the room that finds something wrong.
+    """
     retriever = None if config.retrieval is None else make_retriever(config.retrieval, seed=config.run.seed)
     names = {config.env.name, *(task.env for task in tasks if task.env is not None)}
     rewards = load_rewards(config.reward, (task.reward for task in tasks)) if judged else {}
@@ -255,7 +258,10 @@ def unscorable(answer: str) -> str | None:
 def env_maker(
     name: str, config: RLConfig, retriever: Retriever | None, tools: Mapping[str, Tool] | None = None
 ) -> Callable[..., Any]:
-    """Makes envs called `name`: the options of the config's env, retriever and tools for one that takes them."""
+    """A function without arguments that makes an env called `name`, with its options, retriever and tools bound.
+
+    Raises ConfigError for an unknown name, and for an env that needs a section which the config lacks.
+    """
     if name not in config.envs and name != config.env.name:
         resolve(WORLDS, name, "env")  # for its error, which names the nearest
     env = config.env_called(name)
@@ -272,7 +278,7 @@ def env_maker(
 
 
 def is_external(make: Callable[..., Any]) -> bool:
-    """Whether a maker of envs makes agents that play by themselves."""
+    """Whether what `env_maker` returned makes an external agent, which plays its episodes itself, and no env."""
     factory = make.func if isinstance(make, partial) else make
     return isinstance(factory, type) and issubclass(factory, ExternalAgent)
 
@@ -280,7 +286,7 @@ def is_external(make: Callable[..., Any]) -> bool:
 def make_collector(
     config: RLConfig, parts: Stage, sampler: Sampler, params: SamplingParams, *, evaluates: bool = True
 ) -> Collector:
-    """evaluates: the rewards learn nothing from what is collected."""
+    """evaluates: for an evaluation, from which rewards with a state (evolving rubrics) must learn nothing."""
     rewards = {name: for_evaluation(r) for name, r in parts.rewards.items()} if evaluates else parts.rewards
     return Collector(spec=make_spec(config, parts, sampler, params), rewards=rewards, seed=config.run.seed)
 
@@ -291,6 +297,8 @@ def training_credit(config: RLConfig) -> Credit:
 
 
 def make_spec(config: RLConfig, parts: Stage, sampler: Sampler, params: SamplingParams) -> RolloutSpec:
+    """How episodes are rolled out: by an env, or, for tasks of an external agent, by the agent behind the endpoint."""
+
     def make_env(task: Task) -> Any:
         return parts.envs[task.env or config.env.name]()
 

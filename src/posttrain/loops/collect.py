@@ -40,12 +40,14 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What lies on the tokens of an episode: the outcome at its last policy token, what the env gave at its turns.
+    """Which rewards an episode's tokens get, and with which weights.
 
-    turns: weighs the rewards of turns, the env's or, where the reward function gives its own (`Score.turns`), these.
-    With 0 they are left out: a reward function that wants the env's reads `Episode.env_reward`, and then its value
-    already holds them; its own must not get lost, so they are an error then. None = nobody learns from them.
-    greedy: every group gets a greedy episode besides, which is only a baseline.
+    outcome: weight of the outcome's value, which is put at the last policy token.
+    turns: weight of the rewards of turns, each at the last token of its turn: those in `Score.turns` where the reward
+        function gives them, else those of the env's steps. 0 leaves the env's out (a reward function may count them
+        itself, as `Episode.env_reward`) and makes `Score.turns` an error, because they would be lost. None = for
+        evaluations, from which nothing is learnt: both are left out.
+    greedy: every group gets one more episode, sampled at temperature 0, whose return is only a baseline (ReMax).
     """
 
     outcome: float = 1.0
@@ -63,7 +65,7 @@ async def collect(
 ) -> list[Trajectory]:
     """All trajectories of one step; two draws of one task are two groups, told apart by their place in the step.
 
-    earlier: how often each task was drawn in this step before; is counted on.
+    earlier: how often each task was drawn earlier in this step; updated in place.
     """
     earlier = Counter() if earlier is None else earlier
     groups = []
@@ -76,7 +78,7 @@ async def collect(
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A task as it came out of the stream once."""
+    """One draw of a task from the stream: the group that is rolled out for it."""
 
     task: Task
     group_id: str
@@ -117,9 +119,9 @@ def origin_of(task: Task) -> dict[str, Any]:
 
 
 async def _attach_greedy(trajectories: Sequence[Trajectory], draw: Draw, collector: Collector, step: int) -> None:
-    """One more episode of the task, without chance; what it earned goes to every token of the group as a stream.
+    """Rolls out one more episode of the task at temperature 0, the baseline of ReMax.
 
-    NaN where it could not be judged.
+    Its return goes to every token of the group as the stream `greedy_returns`; NaN where it could not be judged.
     """
     greedy = replace(collector.spec, params=replace(collector.spec.params, temperature=0.0))
     found = await rollout_group(

@@ -26,7 +26,7 @@ from posttrain.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What the models need to know of usable trajectories; the same on every rank."""
+    """The usable trajectories of a step, packed for the models. The loop's rank shares it with all others."""
 
     batch: Batch
     truncated: Tensor  # [T] bool, see `truncated_tokens`
@@ -43,7 +43,10 @@ def assign_credit(trajectories: Sequence[Trajectory], learner: Learner) -> Batch
 
 
 def credited(lesson: Lesson, learner: Learner) -> Batch:
-    """The batch of a lesson, which becomes one to learn from; every rank has to do it."""
+    """The batch of a lesson with old log-probs, shaped rewards, advantages and, with a critic, values and returns.
+
+    Changes the batch in place. On several ranks every one of them has to call it with the same lesson.
+    """
     algorithm = learner.config.algorithm
     batch, truncated = lesson.batch, lesson.truncated
     batch.old_logprobs = old_logprobs(batch, learner)
@@ -67,10 +70,10 @@ def credited(lesson: Lesson, learner: Learner) -> Batch:
 
 
 def old_logprobs(batch: Batch, learner: Learner) -> Tensor:
-    """[T] log-probs of the policy that is frozen for this batch.
+    """[T] log-probs of pi_old, the policy as it is before the updates of this batch; 0.0 off the loss mask.
 
-    Those of the sampler when it runs this very policy at this very version: they equal what a forward would give. Also
-    when the config says so (bypass): then the sampler's policy is the one that ratios are taken to.
+    Taken from the sampler when it runs this very policy at this very version, because a forward would give the same
+    numbers; and with `algorithm.old_logprobs: sampler`, where ratios are taken to the policy that sampled.
     """
     policy = learner.policy
     fresh = bool((batch.policy_versions[batch.loss_mask] == policy.version).all())
@@ -129,7 +132,7 @@ def mini_batches(batch: Batch, learner: Learner, *, seed: str) -> list[Batch]:
 
 
 def weighted(mini: Batch, learner: Learner) -> Batch:
-    """With loss weights, and with what the loss has to choose among all tokens of the mini-batch."""
+    """The mini-batch with loss weights [T] and, for losses that choose tokens of it (Clip-Cov), the stream `chosen`."""
     algorithm = learner.config.algorithm
     options = algorithm.options_with("aggregate", {"group_index": mini.group_index})
     weights = algorithm.functions["aggregate"](mini.loss_mask, mini.episode_index, **options)

@@ -44,9 +44,9 @@ SMALL_HIDDEN_SIZE = 1024
 class Learner:
     """The models of a run. `ref` is there only when a KL is asked for, `critic` only when the config has one.
 
-    On several ranks every one of them holds a learner, whose models are sharded; `replica` is then the whole policy in
-    the dtype that it computes in, for the sampler of this rank (samplers apart have their own). In an asynchronous run
-    it is what the sampler goes on with while the policy is trained.
+    On several ranks each rank has a learner, with its shards of the models. `replica` is a second copy of the policy,
+    for the native sampler of this rank: whole where the policy is sharded, and in an asynchronous run with the
+    weights that it goes on sampling with while the policy is trained. Samplers in processes of their own need none.
     """
 
     config: RLConfig
@@ -83,7 +83,7 @@ class Learner:
         return proportional and not kl_moves and self.critic is None and algorithm.entropy_coef == 0
 
     def kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """[T] by the chosen estimator, with the gradient of another one if asked for."""
+        """[T] KL by `algorithm.kl_estimator`, with the gradient of `algorithm.kl_gradient` where that is set."""
         algorithm = self.config.algorithm
         functions = algorithm.functions
         value = functions["kl_estimator"](logprobs, ref_logprobs, mask)
@@ -92,7 +92,10 @@ class Learner:
         return value if algorithm.kl_limit is None else bounded(value, algorithm.kl_limit)
 
     def adapt_kl_coef(self, measured: float | None, episodes: int) -> None:
-        """The controller's step, once after each rollout; a fixed coefficient stays."""
+        """One step of the adaptive KL controller, after each rollout; without `algorithm.kl_target` nothing happens.
+
+        measured: mean KL per token, None = not known. episodes: how many were rolled out.
+        """
         algorithm = self.config.algorithm
         if algorithm.kl_target is not None and measured is not None:
             target, horizon = algorithm.kl_target, algorithm.kl_horizon
@@ -115,32 +118,32 @@ class Learner:
 
     @property
     def teams(self) -> int:
-        """Ranks, or groups of those that work on the same micro-batch."""
+        """How many groups of ranks there are; the ranks of a team work on the same micro-batch."""
         return self.ranks.size // self.config.trainer.team
 
     @property
     def team(self) -> int:
-        """That of this rank."""
+        """The number of this rank's team, from 0."""
         return self.ranks.rank // self.config.trainer.team
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank tells the others what its team has found."""
+        """Whether this rank contributes its team's results to sums over all ranks: one rank of each team does."""
         return self.ranks.rank % self.config.trainer.team == 0
 
     @property
     def sampled(self) -> Policy:
-        """What a sampler of this process runs; see `publish`."""
+        """The policy that a sampler of this process runs: the replica where there is one."""
         return self.policy if self.replica is None else self.replica
 
     def publish(self) -> None:
-        """Brings the weights of the policy to `sampled`, where it is not the policy itself."""
+        """Copies the policy's weights to the replica, if there is one and its version is another."""
         if self.replica is not None and self.replica.version != self.policy.version:
             copy_weights(self.policy.module, self.replica.module)
             self.replica.version = self.policy.version
 
     def before_backward(self, module: nn.Module, *, last: bool) -> None:
-        """See `sharding.before_backward`; with layers that are let go of, every pass is a last one."""
+        """See `sharding.before_backward`. With `trainer.reshard_after_forward` every pass reduces gradients itself."""
         if not self.config.trainer.reshard_after_forward:
             before_backward(module, last=last)
 
@@ -237,7 +240,8 @@ def model_in(checkpoint: Path, model: ModelConfig) -> ModelConfig:
 
 
 def _trained(model: ModelConfig, trainer: TrainerConfig, ranks: Ranks) -> ModelConfig:
-    """Layers whose parts are gathered one by one, or that give way to others, cannot be compiled as wholes."""
+    """The model config without `compile` where layers cannot be compiled: ZeRO-3 gathers the modules inside a layer one
+    by one, and Megatron-core replaces the layers."""
     in_parts = trainer.backend == "megatron" or (trainer.zero is not None and trainer.zero.stage == 3)
     return model.model_copy(update={"compile": False}) if ranks.size > 1 and in_parts else model
 
@@ -275,8 +279,11 @@ def _optimizer(
 
 
 def _make_ref(config: RLConfig, policy: Policy, ranks: Ranks, sequence: SequenceGroup | None) -> Policy:
-    """What the run began with. Where it is sharded, frozen: in the dtype that it computes in, without room for moments;
-    by FSDP2 in the place of DeepSpeed, for without an update there is nothing that they do differently."""
+    """The reference: the policy as it was before the first step.
+
+    Where it is sharded its parameters are frozen, and so in the dtype that it computes in, without masters or moments.
+    A run with DeepSpeed shards it by FSDP2: the two differ only in the update, and the reference has none.
+    """
     if shares_reference(config, ranks.size):
         return _spread(base_below(policy, config.model), config.trainer, ranks, sequence)
     trainer = config.trainer
@@ -328,7 +335,7 @@ def staged(learner: Learner, tokenizer: Any = None) -> Callable[[Path], None]:
 
 
 def _policy_state(learner: Learner) -> dict[str, Tensor] | None:
-    """What rank 0 saves of the policy; None: its weights of now, as they lie. Every rank has to ask."""
+    """The weights that rank 0 saves. None: those of `learner.sampled` at the moment of writing. Every rank calls it."""
     if _divided(learner.config, learner.ranks.size) and learner.replica is None:
         return gathered_state(learner.policy, keep=learner.ranks.leads)
     return learner.sampled.state() if learner.ranks.leads and learner.config.checkpoint.background else None

@@ -98,7 +98,7 @@ def _record_shares(metrics: Metrics, episodes: list[list[Trajectory]]) -> None:
 
 
 def record_score(metrics: Metrics, place: str, episode: str, score: Score, source: str) -> None:
-    """place: "reward" while training, "eval" in evaluation."""
+    """Records what a score consists of under `place`/...: "reward" while training, "eval" in an evaluation."""
     for key in ("reward/mean", "reward/max", "reward/min") if place == "reward" else ("eval/reward",):
         metrics.record(key, score.value, id=episode)
     metrics.record(f"{place}/source/{word(source)}", score.value, id=episode)
@@ -154,7 +154,7 @@ def record_credit(metrics: Metrics, batch: Batch, version: int) -> None:
 def record_updates(
     metrics: Metrics, updates: Sequence[Update], algorithm: AlgorithmConfig, kl_coef: float | None = None
 ) -> None:
-    """kl_coef: as the controller has it; None = that of the config."""
+    """What the updates of a step did. kl_coef: of the adaptive controller; None = that of the config."""
     kl_coef = algorithm.kl_coef if kl_coef is None else kl_coef
     reports = [done.report for done in updates if done.report is not None]
     metrics.record("train/skipped_updates", len(updates) - sum(not report.skipped for report in reports))

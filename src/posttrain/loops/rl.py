@@ -252,7 +252,7 @@ def _roll_out(run: Run, runner: Runner, metrics: Metrics) -> list[Trajectory]:
 
 
 async def _report(run: Run, filled: Filled) -> None:
-    """On the loop that draws: steps that run ahead may be drawing just now."""
+    """Tells the stream the mean scores. Runs on the event loop, where steps that run ahead draw from the stream."""
     run.stream.report(mean_scores(filled.trajectories))
 
 
@@ -263,12 +263,13 @@ async def roll_out(run: Run, step: int, draw: Draw) -> Filled:
 
 
 def publish(run: Run, runner: Runner, metrics: Metrics | None = None) -> None:
-    """The sampler starts empty, with the weights of now: where it runs the policy itself, dropping what it cached is
-    all the publishing there is. What a resumed run samples cannot depend on what was cached before the kill.
+    """Gives the sampler the current weights and empties its caches, so that a resumed run samples what it would have.
 
-    In an asynchronous run it may be in the middle of its requests, and then sees by the version what it must drop.
-    Samplers apart get their weights from this thread, while requests go on: nobody else reads what it trains. An engine
-    of this process gets them on the loop that asks it, and this thread waits.
+    A sampler that runs the policy's own module has the weights already; for it only the caches are dropped. In an
+    asynchronous run requests may be open, and the sampler sees by the version which caches it must drop:
+    * samplers in processes of their own get the weights from this thread, while their requests go on;
+    * an engine in this process gets them on the event loop that uses it, and this thread waits;
+    * the native sampler reads the replica, which is overwritten between two of its forwards.
     """
     run.crew.order("publish")
     if run.ahead is not None and run.crew.pool is not None:
@@ -304,7 +305,7 @@ def _keep_trajectories(run: Run, trajectories: list[Trajectory]) -> None:
 
 
 def keep_advantages(trajectories: list[Trajectory], batch: Batch) -> None:
-    """What was learnt from each token, for the trajectory file."""
+    """Puts every token's advantage on its trajectory as the stream `advantages`, for the trajectory file."""
     assert batch.advantages is not None
     for trajectory, advantages in zip(trajectories, batch.advantages.split(batch.lengths), strict=True):
         trajectory.streams["advantages"] = advantages.tolist()
@@ -354,7 +355,7 @@ def checkpoint(run: Run, runner: Runner) -> None:
 
 
 async def _positions(run: Run) -> tuple[dict[str, Any], Callable[[Path], None]]:
-    """Where the stream of tasks stands, and what was drawn from it without having been trained on."""
+    """(state of the task stream and of steps that run ahead, a function that writes the latter's trajectories)"""
     if run.ahead is None:
         return {"stream": run.stream.state_dict()}, lambda folder: None
     state, write = await run.ahead.state(lambda t: run.parts.renderer.decode(t.token_ids))
@@ -434,7 +435,7 @@ def _log(run: Run, metrics: Metrics) -> None:
 
 
 def _dump_non_finite(run: Run, updates: list[Update], kept: list[Trajectory]) -> None:
-    """An update that was skipped for non-finite gradients leaves its suspects in the run directory."""
+    """Writes the episodes behind an update that was skipped for non-finite gradients to `non_finite/` of the run."""
     names = list(dict.fromkeys(t.episode_id for t in kept))
     suspects = {
         names[index]

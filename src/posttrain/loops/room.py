@@ -69,7 +69,7 @@ class Room:
 
     @property
     def surely_not(self) -> bool:
-        """Over by more than the estimate may be wrong."""
+        """Whether it is too large by more than the error of the estimate (ERROR_BAND)."""
         return self.device_bytes is not None and self.estimate.bytes > (1 + ERROR_BAND) * self.device_bytes
 
     @property
@@ -95,8 +95,10 @@ class Room:
 
 
 def room_of(config: RLConfig, *, gpu_gib: float | None = None) -> Room:
-    """For `posttrain plan`. gpu_gib: of a GPU, instead of the config's and the one here; with either, the plan is for
-    GPUs wherever it is made.
+    """The estimate that `posttrain plan` shows, with a layout that fits where the config's does not.
+
+    gpu_gib: memory of one GPU, instead of cluster.gpu_memory_gib and of the GPU in this machine. With either setting
+    the plan is for GPUs, also on a machine without one.
 
     Raises ModelError where there is no config.json, UnknownSizes for what it does not know (architectures, engines),
     and ConfigError for the size of GPUs in a run on CPUs.
@@ -150,7 +152,7 @@ def _room(config: RLConfig, shapes: Shapes, device: str, size: int | None, ranks
 
 
 def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
-    """Of a process of `ranks`."""
+    """How one process of a run on `ranks` processes divides models and work. device: "cuda" or "cpu"."""
     model, trainer = config.model, config.trainer
     half = model.dtype == "bfloat16" or (model.dtype == "auto" and device == "cuda")
     return Layout(
@@ -171,7 +173,7 @@ def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
 
 
 def plant_of(config: RLConfig, shapes: Shapes, layout: Layout, size: int | None) -> Plant:
-    """Everything that the estimate is made of. size: of the device, in bytes."""
+    """Everything that `memory.estimate` needs. size: bytes of the device, None = not known."""
     roles = Roles(
         ref=wants_reference(config) and not shares_reference(config, layout.ranks),
         critic=config.critic is not None,
@@ -213,7 +215,7 @@ def largest_micro_batch(config: RLConfig, layout: Layout) -> tuple[MicroBatch, i
 
 
 def sampler_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int | None) -> SamplerRoom:
-    """Of the sampler beside the models of a process: `sampler/engine.py`, or vLLM's share of the device."""
+    """What the sampler that shares a device with the models of a process holds; nothing where it is elsewhere."""
     options = config.sampler.options
     if config.cluster.samplers:
         return _beside(config, shape, layout, size) if config.cluster.colocated else SamplerRoom()
@@ -226,7 +228,7 @@ def sampler_room(config: RLConfig, shape: ModelShape, layout: Layout, size: int 
 
 
 def _beside(config: RLConfig, shape: ModelShape, layout: Layout, size: int | None) -> SamplerRoom:
-    """Of the samplers in processes of their own that are on the device of one rank."""
+    """What colocated samplers (processes of their own) hold on the device of one rank."""
     count, asleep = -(-config.cluster.samplers // layout.ranks), None
     if config.sampler.engine == "vllm":
         one = _vllm_bytes(config.sampler.options, shape, layout, size)
@@ -276,7 +278,7 @@ def _engines(config: RLConfig, layout: Layout) -> int:
 
 
 def _capacity(config: RLConfig) -> int:
-    """Tokens of a row: room for the first turn, then half as much again whenever an episode outgrows it."""
+    """Tokens of a cache row after the longest episode, grown as `Engine._reserve` does: by half whenever too short."""
     limits = config.limits
     capacity = row_capacity(min(limits.max_prompt_tokens + limits.max_turn_tokens, limits.max_episode_tokens) + 1)
     while capacity < limits.max_episode_tokens + 1:
@@ -285,7 +287,7 @@ def _capacity(config: RLConfig) -> int:
 
 
 def _grown(wanted: int, most: int, least: int) -> int:
-    """Rows of a cache that grows by half while more sequences come."""
+    """Rows of the cache once `wanted` sequences ran at a time, grown by half as `Engine._reserve_rows` does."""
     rows = min(least, most)
     while rows < min(wanted, most):
         rows = min(most, max(rows + 1, rows * 3 // 2))
@@ -312,8 +314,7 @@ def _vllm_bytes(options: dict[str, Any], shape: ModelShape, layout: Layout, size
 
 
 def proposals(config: RLConfig, shapes: Shapes, found: Room) -> Iterator[Proposal]:
-    """Layouts that fit, the cheapest first: what costs a little speed before what costs more, and both before more
-    GPUs."""
+    """Layouts that fit, best first: on as few GPUs as possible, and among these the one that costs least speed."""
     device, size, now = found.layout.device, found.device_bytes, found.layout.ranks
     more = [now << k for k in range(11) if now << k <= MOST_RANKS]
     for ranks in more if device == "cuda" else [now]:
@@ -329,7 +330,7 @@ def proposals(config: RLConfig, shapes: Shapes, found: Room) -> Iterator[Proposa
 
 
 def _changes(config: RLConfig, shape: ModelShape, ranks: int, found: Room) -> Iterator[dict[str, Any]]:
-    """Settings by their price in speed."""
+    """Changes to the config, by dotted key, that save memory on `ranks` processes; what costs least speed first."""
     base: dict[str, Any] = {} if ranks == found.layout.ranks else {"trainer.ranks": ranks}
     if not config.trainer.reshard_after_forward and ranks > 1:
         base |= {"trainer.reshard_after_forward": True}

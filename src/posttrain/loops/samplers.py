@@ -44,17 +44,18 @@ class Publishes(Protocol):
 
 
 def empty_cache() -> None:
-    """Memory that torch has freed, and keeps for itself, goes back to the GPU."""
+    """Returns the memory that torch has freed but keeps in its cache to the GPU, for the engine."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampling:
-    """A sampler for training, and how new weights get into it. publisher: of one that has weights of its own.
+    """A sampler for training, and how new weights get into it. publisher: None where it runs the policy's own module.
 
-    With `sleep` an engine and the trainer take turns with the memory of a GPU: rollout -> `rest` -> update -> `refresh`
-    (`make_room`: what torch has freed goes back to the device; the engine's weights come, then its cache) -> rollout.
+    With `sampler.sleep` the engine and the trainer use the memory of a GPU in turn: rollout -> `rest` frees the
+    engine's -> update -> `refresh` calls `make_room`, which returns torch's free memory to the device, and then gives
+    the engine its weights and its cache again -> rollout.
     """
 
     sampler: Any  # a Sampler with `reset`
@@ -64,7 +65,7 @@ class Sampling:
     resting: bool = False
 
     async def refresh(self, metrics: Metrics | None = None) -> None:
-        """Before every rollout and evaluation: the weights of now, and nothing cached."""
+        """Before every rollout and evaluation: gives the sampler the current weights and drops its caches."""
         started = time.perf_counter()
         if self.resting:
             self.make_room()
@@ -83,19 +84,21 @@ class Sampling:
             metrics.record("speed/published_gib_per_second", done.gib_per_second)
 
     def rest(self) -> None:
-        """After every rollout and evaluation."""
+        """After every rollout and evaluation: puts the engine to sleep where `sampler.sleep` asks for it."""
         if self.sleep:
             self.sampler.sleep(self.sleep)
             self.resting = True
 
     def renew_while_held(self, soon: Callable[[Callable[[], object]], None]) -> None:
-        """In an asynchronous run: a server that has lost its weights gets them anew while the thread that trains does
-        nothing else. soon: `Background.soon`."""
+        """In an asynchronous run: gives a restarted server its weights again, on the training thread while that waits.
+
+        soon: `Background.soon`.
+        """
         if isinstance(self.sampler, VllmServerSampler) and self.publisher is not None:
             self.sampler.renew = partial(_renewed, self.sampler, self.publisher, soon)
 
     def record(self, metrics: Metrics) -> None:
-        """At the end of a step: what became of the samplers."""
+        """At the end of a step: records the metrics of the publisher, if there is one."""
         for key, value in ({} if self.publisher is None else self.publisher.counts()).items():
             metrics.record(key, value)
 

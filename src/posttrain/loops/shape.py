@@ -70,10 +70,10 @@ def _normalise(episodes: EpisodeReturns, learner: Learner) -> Change:
 
 
 def leave_out(batch: Batch, truncated: Tensor, learner: Learner) -> None:
-    """Takes tokens out of `batch.loss_mask` that shall not train, and gives the others their off-policy factors.
+    """Takes tokens that must not train out of `batch.loss_mask` and stores the off-policy factors [T] of the others.
 
-    After advantages are known, so that baselines hold every episode; before weights are made, so that denominators
-    count only what trains.
+    Called after advantages are computed, so that every episode counts in the baselines, and before loss weights are,
+    so that denominators count only tokens that train.
     """
     config = learner.config.algorithm
     keep = batch.loss_mask.clone()

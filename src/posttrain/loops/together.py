@@ -1,7 +1,8 @@
-"""Micro-batches spread over ranks, so that nobody can tell from the result.
+"""Micro-batches spread over ranks; the result is that of one process.
 
-Every rank holds the whole batch and computes its share of it. Sharded models are gathered by all ranks at once, so all
-run equally many micro-batches; one that has fewer runs a short one that counts for nothing.
+Every rank holds the whole batch and computes its share of it. The weights of a sharded model are gathered by a
+collective in every forward, so all ranks must run equally many: a rank with fewer micro-batches runs short ones besides
+whose loss weights are 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from posttrain.packing import Batch, segment_bins, select
 
 
 def bins_for(batch: Batch, learner: Learner, *, at_least: int = 1) -> list[list[int]]:
-    """The segments by micro-batch; as many micro-batches for every team of ranks, if there are enough segments."""
+    """Segments by micro-batch. Their number is a multiple of the number of teams, if there are enough segments."""
     budget, shared = learner.config.batch.tokens_per_micro_batch, learner.policy.computes_prefixes_once
     size = learner.teams
     bins = segment_bins(batch, budget, at_least=max(at_least, size), shared=shared)
@@ -25,7 +26,10 @@ def bins_for(batch: Batch, learner: Learner, *, at_least: int = 1) -> list[list[
 
 
 def dealt(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Micro-batches of so many `tokens` to `count` ranks: as many to each as goes, with as many tokens as goes."""
+    """Deals micro-batches with so many `tokens` each to `count` ranks: indices by rank, ascending.
+
+    Their numbers differ by at most one; the longest go first, each to the rank with the fewest tokens so far.
+    """
     most = -(-len(tokens) // count)
     hands: list[list[int]] = [[] for _ in range(count)]
     for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
@@ -52,9 +56,9 @@ def forward_together(
 def descend_together(
     learner: Learner, loss_of: Callable[[Learner, Batch], Tensor], parts: Sequence[Batch], module: nn.Module
 ) -> float:
-    """Forward and backward of every micro-batch on one of the ranks; returns the loss of all of them.
+    """Forward and backward of every micro-batch, each on one team of ranks; returns the sum of all losses.
 
-    What `loss_of` keeps as streams is then known to every rank. module: what learns.
+    Streams that `loss_of` adds to a micro-batch are then known to every rank. module: the model that learns.
     """
     ranks, losses = learner.ranks, torch.zeros(len(parts), dtype=torch.float64)
     hands = dealt([len(part) for part in parts], learner.teams)
@@ -85,13 +89,13 @@ def _idle(hands: Sequence[Sequence[int]], team: int) -> int:
 
 
 def _shortest(batch: Batch) -> Batch:
-    """The shortest segment that a policy wrote in."""
+    """A batch of the shortest segment that has a policy token."""
     written = set(batch.segment_ids[batch.loss_mask].tolist()) or {0}
     return select(batch, [min(written, key=lambda s: batch.lengths[s])])
 
 
 def _share_stream(learner: Learner, parts: Sequence[Batch], mine: Sequence[int], name: str, dtype: torch.dtype) -> None:
-    """Every rank knows the stream of `mine`; afterwards of all parts."""
+    """Gives every rank the stream `name` of all parts; before, each has it for its own parts (`mine`) only."""
     lengths = [len(part) for part in parts]
     values = [torch.zeros(length, dtype=dtype) for length in lengths]
     for index in mine:

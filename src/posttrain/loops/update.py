@@ -22,8 +22,8 @@ from posttrain.trainer.parallel import accumulate_gradients
 class Update:
     """What one planned optimizer step did.
 
-    `parts` are its micro-batches, with the streams `logprobs` and `entropy` as they were before the step when the
-    policy learnt; empty when there was nothing to learn from. A report is None for weights that were passed over.
+    `parts` are its micro-batches; where the policy learnt they have the streams `logprobs` and `entropy` of the forward
+    before the step. Empty when there was nothing to learn from. A report is None where no step was taken.
     """
 
     epoch: int
@@ -36,7 +36,10 @@ class Update:
 
 
 def update(learner: Learner, batch: Batch | None, *, step: int) -> list[Update]:
-    """All optimizer steps of one training step; as many as planned, whatever was left out. None: no usable episode."""
+    """All planned optimizer steps of one training step, in order; those with nothing to learn from are passed over.
+
+    batch: credited, see `credit.credited`; None when the step has no usable episode. step: numbered from 1.
+    """
     plan = learner.config.batch
     updates: list[Update] = []
     for epoch in range(plan.epochs):
@@ -71,7 +74,7 @@ def _micro_batches(learner: Learner, mini: Batch | None) -> list[Batch]:
 def _descend(
     learner: Learner, optimizer: Stepper, loss_of: Callable[[Learner, Batch], Tensor], parts: list[Batch]
 ) -> tuple[float, StepReport]:
-    """Forward and backward of every micro-batch, then one step; the loss is that of the whole mini-batch."""
+    """Forward and backward of every micro-batch, then one optimizer step. Returns the loss of the whole mini-batch."""
     if learner.ranks.size > 1:
         learns = learner.policy if optimizer is learner.optimizer else learner.critic
         assert learns is not None

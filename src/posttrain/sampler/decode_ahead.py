@@ -3,7 +3,7 @@
 All that a step needs stands on the device, and a step leaves its token where the next one finds it. So step k + 1 is
 launched, then step k is read; a sequence that ended in step k has been decoded once more, which nobody reads.
 
-    take_off -> in the air: advance, advance, ... -> land           (load columns; launch and read; read the last)
+    start (load the columns, launch a step) -> advance (launch the next, read the last), ... -> drain (read the last)
 
 How a step is done is `Steps`' business (`cuda_graphs.py`); who ends and who joins is the engine's.
 """
@@ -37,8 +37,11 @@ def teams_for(size: int) -> int:
 
 
 def teams_of(families: Sequence[tuple[int, int]], members: int, most: int) -> list[list[int]]:
-    """Columns with the same leader and as many shared tokens, in teams; families that save most reading come first,
-    and have all of their columns in teams or none."""
+    """Columns in teams of at most `members`, each of one family: the same leader and as many shared tokens.
+
+    families: (leader's row, tokens shared with it) of every column. Those that save most reading come first; a family
+    whose columns do not all fit into `most` teams gets none.
+    """
     columns: dict[tuple[int, int], list[int]] = {}
     for column, family in enumerate(families):
         if family[1]:
@@ -65,13 +68,16 @@ class Steps(Protocol):
     def launch(self, size: int) -> Step: ...
 
     def forget(self) -> None:
-        """The cache has moved: addresses that are remembered hold no more."""
+        """Called when the cache was allocated anew: addresses in captured graphs are no longer valid."""
         ...
 
 
 @dataclass(slots=True)
 class Columns:
-    """What the steps read and move on, on the device. Columns from the last sequence on repeat it (see `_padded`)."""
+    """The state of every sequence on the device, one column each, which a step reads and advances by a token.
+
+    A batch is padded with copies of its last column (see `_padded`).
+    """
 
     state: Tensor  # [8, most] long: row, leader's row, tokens shared with it, those that its team reads, position,
     # token, stream, number of draw
@@ -87,7 +93,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class Drawn:
     """What a step gave one request."""
 
     request: Request
@@ -96,16 +102,18 @@ class Landed:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _Launched:
+    """A step that was launched and not yet read, and for whom."""
+
     requests: list[Request]
     families: list[tuple[int, int]]  # leader's row and tokens shared with it, of each
     step: Step
 
-    def read(self) -> list[Landed]:
+    def read(self) -> list[Drawn]:
         tokens, logprobs = self.step.read()
         count = len(self.requests)
         drawn = zip(self.requests, tokens[:count], logprobs[:count], strict=True)
-        return [Landed(request, int(token), logprob) for request, token, logprob in drawn]
+        return [Drawn(request, int(token), logprob) for request, token, logprob in drawn]
 
 
 class DecodeAhead:
@@ -116,53 +124,55 @@ class DecodeAhead:
         self._columns = columns
         self._steps = steps
         self._generation = cache.generation
-        self._fuel = 0  # steps until some sequence would outgrow the cache
-        self.flown = 0  # steps since the last take-off
-        self._in_air: _Flight | None = None
+        self._steps_left = 0  # until some sequence would outgrow the cache
+        self.launched = 0  # steps since `start`
+        self._pending: _Launched | None = None
 
     @property
-    def in_air(self) -> bool:
-        return self._in_air is not None
+    def pending(self) -> bool:
+        """Whether a step was launched that has not been read."""
+        return self._pending is not None
 
     @property
-    def must_land(self) -> bool:
-        return self._fuel <= 0
+    def must_drain(self) -> bool:
+        """Whether another step would outgrow the rows of the cache."""
+        return self._steps_left <= 0
 
-    def take_off(self, requests: Sequence[Request], families: Sequence[tuple[int, int]]) -> None:
+    def start(self, requests: Sequence[Request], families: Sequence[tuple[int, int]]) -> None:
         """Starts decoding `requests`, each with one token to forward. families: leader's row and shared tokens."""
         if self._generation != self._cache.generation:
             self._generation = self._cache.generation
             self._steps.forget()
         self._load(requests, families)
-        self._fuel = self._cache.capacity - max(len(r.ids) for r in requests)
-        self.flown = 0
-        self._in_air = self._launch(list(requests), list(families))
+        self._steps_left = self._cache.capacity - max(len(r.ids) for r in requests)
+        self.launched = 0
+        self._pending = self._launch(list(requests), list(families))
 
-    def advance(self) -> list[Landed]:
+    def advance(self) -> list[Drawn]:
         """Launches the next step of all that are still running, then reads the last one."""
-        landing = self._in_air
-        assert landing is not None
-        going_on = [i for i, request in enumerate(landing.requests) if request.slot is not None]
-        families = [landing.families[i] for i in going_on]
-        if going_on and len(going_on) < len(landing.requests):
-            self._close_ranks(going_on, families)
-        self._in_air = self._launch([landing.requests[i] for i in going_on], families) if going_on else None
-        return landing.read()
+        last = self._pending
+        assert last is not None
+        going_on = [i for i, request in enumerate(last.requests) if request.slot is not None]
+        families = [last.families[i] for i in going_on]
+        if going_on and len(going_on) < len(last.requests):
+            self._compact(going_on, families)
+        self._pending = self._launch([last.requests[i] for i in going_on], families) if going_on else None
+        return last.read()
 
-    def land(self) -> list[Landed]:
-        """Reads the step in the air; nothing is in the air afterwards."""
-        landing, self._in_air = self._in_air, None
-        assert landing is not None
-        return landing.read()
+    def drain(self) -> list[Drawn]:
+        """Reads the pending step and launches none, so that the host may change cache and columns."""
+        last, self._pending = self._pending, None
+        assert last is not None
+        return last.read()
 
-    def abandon(self) -> None:
-        """Nobody wants to know what is in the air."""
-        self._in_air = None
+    def discard(self) -> None:
+        """Forgets the pending step without reading it: nobody waits for its tokens any more."""
+        self._pending = None
 
-    def _launch(self, requests: list[Request], families: list[tuple[int, int]]) -> _Flight:
-        self._fuel -= 1
-        self.flown += 1
-        return _Flight(requests, families, self._steps.launch(bucket_of(len(requests))))
+    def _launch(self, requests: list[Request], families: list[tuple[int, int]]) -> _Launched:
+        self._steps_left -= 1
+        self.launched += 1
+        return _Launched(requests, families, self._steps.launch(bucket_of(len(requests))))
 
     def _load(self, requests: Sequence[Request], families: Sequence[tuple[int, int]]) -> None:
         padded = _padded(range(len(requests)))
@@ -177,7 +187,7 @@ class DecodeAhead:
         self._team_up([families[i] for i in padded])
 
     def _team_up(self, families: Sequence[tuple[int, int]]) -> None:
-        """Of all columns, padding included: it must compute what its twin computes."""
+        """Writes the teams of all columns. Padding is in them too: a copy must be computed as its original is."""
         most, width = self._columns.teams.shape
         teams = teams_of(families, width - 2, min(most, teams_for(len(families))))
         table = torch.full((most, width), -1)
@@ -190,8 +200,8 @@ class DecodeAhead:
         self._columns.teams.copy_(self._sent(table))
         self._columns.state[TOGETHER, : len(families)] = self._sent(together)
 
-    def _close_ranks(self, going_on: Sequence[int], families: Sequence[tuple[int, int]]) -> None:
-        """Done on the device, which alone knows the newest tokens."""
+    def _compact(self, going_on: Sequence[int], families: Sequence[tuple[int, int]]) -> None:
+        """Moves the columns of the sequences that go on to the front; on the device, which alone knows their tokens."""
         index = self._sent(torch.tensor(_padded(going_on)))
         for tensor in (self._columns.state, self._columns.temperatures):
             tensor[..., : len(index)] = tensor.index_select(-1, index)
@@ -205,5 +215,5 @@ class DecodeAhead:
 
 
 def _padded(columns: Sequence[int]) -> list[int]:
-    """Up to a batch size that is served, the last one repeated: it computes and writes the same as its twin."""
+    """Padded to a batch size that has a graph, with the last column: its copies compute and write the same values."""
     return [*columns, *[columns[-1]] * (bucket_of(len(columns)) - len(columns))]

@@ -54,7 +54,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """What the last requests that were decoded share, by their rows."""
+    """The requests of the last decode step, their rows, and the prefix keys that they share: kept while these stay."""
 
     requests: list[Request]
     rows: list[int]
@@ -134,7 +134,7 @@ class Engine:
         if self._ahead is None:
             self.cache.drop()
         else:
-            self._ahead.abandon()
+            self._ahead.discard()
 
     def step(self) -> list[Request]:
         """One forward. Returns the requests that finished, their `result` set. No-op without work."""
@@ -143,15 +143,15 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Request]:
-        if self._ahead is not None and self._ahead.in_air:
-            return self._fly(self._ahead)
+        if self._ahead is not None and self._ahead.pending:
+            return self._step_ahead(self._ahead)
         self._notice_new_weights()
         self._admit()
         if not self.active:
             return []
         self._make_room_to_grow()
         if self._ahead is not None and self._all_decode():
-            self._ahead.take_off(self.active, leaders(self.active))
+            self._ahead.start(self.active, leaders(self.active))
             return []
         self._apply(self.slots.gather_busy(slack=len(self.active) // 8))
         step = self._plan()
@@ -176,31 +176,33 @@ class Engine:
     def _all_decode(self) -> bool:
         return self._all_plain() and all(r.missing == 1 for r in self.active)
 
-    def _worth_landing(self, flown: int) -> bool:
-        """A prompt that has come takes a forward of its own, in which nothing is decoded: a few wait for more of them,
-        but not for long."""
-        waiting = len(self.waiting) if self._may_admit else 0
-        return waiting > 0 and (flown >= PATIENCE or waiting >= len(self.active) // 8)
+    def _worth_draining(self, launched: int) -> bool:
+        """Whether to stop decoding ahead for the prompts that wait.
 
-    def _fly(self, ahead: DecodeAhead) -> list[Request]:
-        """Reads one step; launches the next one first unless something has to be done on the ground."""
+        Their prefill is a forward in which nothing is decoded, so a few prompts wait for more, at most PATIENCE steps.
+        """
+        waiting = len(self.waiting) if self._may_admit else 0
+        return waiting > 0 and (launched >= PATIENCE or waiting >= len(self.active) // 8)
+
+    def _step_ahead(self, ahead: DecodeAhead) -> list[Request]:
+        """Reads the pending step; first launches the next one, unless the host has to change something in between."""
         changed = self.policy.version != self._version
-        landing = ahead.must_land or changed or self._worth_landing(ahead.flown)
+        drains = ahead.must_drain or changed or self._worth_draining(ahead.launched)
         finished: list[Request] = []
-        for landed in ahead.land() if landing else ahead.advance():
-            request = landed.request
+        for drawn in ahead.drain() if drains else ahead.advance():
+            request = drawn.request
             if request.slot is None:
-                continue  # it ended, or was cancelled, while this step was in the air
+                continue  # it ended, or was cancelled, after this step was launched
             request.slot.cached = len(request.ids)
             self.stats.tokens_forwarded += 1
             self.stats.tokens_generated += 1
-            if self._book(request, landed.token, landed.logprob):
+            if self._book(request, drawn.token, drawn.logprob):
                 finished.append(request)
         self.stats.steps += 1
         for request in finished:
             self._retire(request)
         if not self.active:
-            ahead.abandon()  # nobody in it is still running
+            ahead.discard()  # nobody in it is still running
         return finished
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ class Engine:
                     fresh[tuple(request.ids)] = request
 
     def _best_start(self, request: Request) -> tuple[Slot | None, int, bool]:
-        """(row to start from, tokens of it that are right, whether it is the session's own row and all of it is)."""
+        """(row to start from, cached tokens of it that match, whether it is the session's own row and all match)"""
         own = self.slots.of_session(request.session)
         most = len(request.ids) - 1  # the last token is always forwarded: its logits are wanted
         kept = common_prefix(own.ids, request.ids, min(own.cached, most)) if own is not None else 0
@@ -283,7 +285,8 @@ class Engine:
         if start is not None:
             self.slots.touch(start)  # the last to go, should memory have to be made
         busy = len(self.active) + 1
-        whole = self._ahead is not None and self._reserve(request.limit + 1, busy=busy)  # graphs outlive no allocation
+        # a larger cache has other addresses, so that all graphs would be captured again
+        whole = self._ahead is not None and self._reserve(request.limit + 1, busy=busy)
         if not whole and not self._reserve(len(request.ids) + 1, busy=busy):
             return None
         limit = self._row_limit(self.cache.capacity)
@@ -404,8 +407,10 @@ class Engine:
         self.stats.tokens_prefilled += tokens - sum(r.generated > 0 for r in step.decode)
 
     def _shared_keys(self, decode: list[Request], rows: list[int]) -> SharedKeys | None:
-        """Looked for when others are decoded, or elsewhere, than in the last forward. On a CPU only: kernels of a GPU
-        read shared keys where they are."""
+        """The prefix that the decoded requests share; searched again only when requests or rows have changed.
+
+        On a CPU only: the kernels of a GPU read shared keys where they lie in the cache.
+        """
         known = self._alike
         if (decode, rows) != (known.requests, known.rows):
             found = grouping(decode) if len(decode) > 1 and self.cache.device.type == "cpu" else None
@@ -468,7 +473,7 @@ class Engine:
         return [int(token) for token in drawn], values
 
     def _book(self, request: Request, token: int, logprob: float) -> bool:
-        """The request's next token; whether it was the last one."""
+        """Adds a sampled token to the request. True when it ends the turn; `request.result` is set then."""
         if math.isnan(logprob):
             raise SamplerError(
                 f"the policy (version {self._version}) gives logits that are not finite; its weights are broken"
@@ -491,7 +496,7 @@ class Engine:
 
 @torch.inference_mode()
 def _layer_shapes(policy: Policy) -> dict[int, LayerShape]:
-    """What every layer caches, learnt from a forward of one token."""
+    """The sizes that every layer caches per token, read off a forward of one token."""
     probe = ShapeProbe()
     zero = torch.zeros(1, dtype=torch.long, device=policy.device)
     policy.hidden_states(zero, zero, probe)
@@ -499,15 +504,17 @@ def _layer_shapes(policy: Policy) -> dict[int, LayerShape]:
 
 
 def _has_kernels(policy: Policy) -> bool:
-    """Triton's, with NVIDIA's instructions: not on a CPU or on ROCm, and not for attention that the decode kernel does
-    not do, or positions that graphs cannot hold. Else steps are taken one by one, by the modules."""
+    """Whether the Triton kernels and CUDA graphs of decode steps can serve this policy; else the modules do every step.
+
+    They need an NVIDIA GPU, attention without soft caps and sinks, and rotary positions whose frequencies are fixed.
+    """
     if policy.device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return False
     return has_plain_scores(policy.module) and not turns_move(policy.decoder)
 
 
 def _decode_ahead(policy: Policy, joined: Written | None, cache: KVCache, max_batch: int) -> DecodeAhead:
-    """For policies that have kernels."""
+    """For a policy with `_has_kernels`. joined: stands in for its decoder, see `joined_decoder`."""
     from posttrain.sampler.cuda_attention import team_size  # Triton comes with torch's builds for CUDA only
     from posttrain.sampler.cuda_graphs import CudaGraphs
 
@@ -516,13 +523,13 @@ def _decode_ahead(policy: Policy, joined: Written | None, cache: KVCache, max_ba
 
 
 def _heads(policy: Policy) -> tuple[int, int]:
-    """Of queries and of keys."""
+    """(query heads, key heads)"""
     config = policy.config.get_text_config()
     return config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _is_plain(request: Request) -> bool:
-    """Nothing is cut from its distributions."""
+    """Whether it samples from whole distributions: no top-p, no top-k."""
     return request.params.top_p == 1 and not request.params.top_k
 
 

@@ -57,7 +57,7 @@ CUDA_KV_SHARE = 0.25  # of the memory that is free when the sampler is made
 
 @dataclass(slots=True)
 class _Caller:
-    """Who waits for a request."""
+    """A request, the engine that has it, and the future on which its `sample` call waits."""
 
     request: Request
     track: Track
@@ -196,7 +196,8 @@ class NativeSampler:
             engine.reset()
 
     def _home(self, request: Request) -> Track:
-        """Who has the session, or led to this request, or has the same prompt, or else has the fewest open requests."""
+        """The engine for a request, by the first that applies: it has the session; its results are being given out, so
+        that this request came of them; it was given the same prompt; it has the fewest open requests."""
         if len(self._tracks) == 1:
             return self._tracks[0]
         prompt = tuple(request.ids)
@@ -214,7 +215,7 @@ class NativeSampler:
             refuse_truncation(params, "NativeSampler")
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Every use is from one loop at a time; what a dead loop left behind is dropped."""
+        """Makes `loop` the one that uses this sampler; drops the requests of an earlier loop that has ended."""
         if self._loop is loop:
             return
         if self._loop is not None and self._loop.is_running():
@@ -308,15 +309,17 @@ class NativeSampler:
 
 
 def workers_for(device: torch.device) -> int:
-    """Engines that keep the cores busy; each brings torch's own threads. All take turns with one interpreter, so that
-    many are no faster than some."""
+    """How many engines keep the cores busy: cores / torch's threads per engine, at most MOST_WORKERS.
+
+    All engines share one interpreter lock, so that more of them are no faster.
+    """
     if device.type != "cpu":
         return 1
     return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // torch.get_num_threads()))
 
 
 def _bell(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> Callable[[], None]:
-    """Sets `news` from any thread."""
+    """A function that sets `news`, an event of `loop`, from any thread."""
 
     def ring() -> None:
         with suppress(RuntimeError):  # the loop was closed meanwhile; whoever comes next waits for the thread itself

@@ -17,11 +17,10 @@ from posttrain.weights.names import unmatched
 
 
 class OwnCopy(NativeSampler):
-    """Samples from `model`, whose weights come by `load`; until then it refuses to sample.
+    """Samples from `model`, a copy of the policy, and refuses to before `load` has given it weights.
 
-    Of a model with adapters these come alone.
-
-    Takes the options of `NativeSampler`.
+    Where `model` has adapters, only the adapters are loaded: the base weights are there from the start.
+    The other arguments are those of `NativeSampler`.
     """
 
     in_one_process = True
@@ -45,8 +44,10 @@ class OwnCopy(NativeSampler):
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """New weights, all of them, between two forwards: requests that are open go on under them, and what was cached
-        is dropped. Where tensors come one by one, no forward runs until the last has come. Any thread may ask.
+        """Copies all tensors into the model, between two forwards. Any thread may call it.
+
+        Open requests go on with the new weights, and what was cached is dropped. `tensors` may come one at a time: no
+        forward runs before the last one is copied.
         """
         own = self.policy.module.state_dict(keep_vars=True)
         with self.paused():

@@ -53,7 +53,7 @@ class Sampled:
     stop: int | str | None = None  # which id or string stopped it
 
 
-Hear = Callable[[int, float], None]  # told a token and its log-prob
+Hear = Callable[[int, float], None]  # called with every sampled id and its log-prob
 
 
 class Sampler(Protocol):
@@ -84,5 +84,8 @@ class StreamingSampler(Protocol):
     async def stream(
         self, ids: Sequence[int], params: SamplingParams, hear: Hear, *, seed: int, session: str | None = None
     ) -> Sampled:
-        """The very `sample`; meanwhile `hear` is told every token, on the caller's event loop, all before the end."""
+        """As `sample`; besides, calls `hear(id, logprob)` for every token as it is sampled, on the caller's event loop.
+
+        All calls come before this returns.
+        """
         ...

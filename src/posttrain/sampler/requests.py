@@ -25,7 +25,7 @@ class SamplerError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One turn in the making. `ids` is the prompt and what was sampled so far."""
+    """A policy turn while it is sampled. `ids` is the prompt and what was sampled so far."""
 
     ids: list[int]
     prompt_length: int
@@ -167,7 +167,7 @@ def fail_all(futures: Iterable[asyncio.Future[Sampled]], error: BaseException, s
 
 
 def draw_settings(requests: Sequence[Request], vocabulary: int, device: torch.device) -> DrawSettings:
-    """Tensors only where some row needs them."""
+    """The settings of n requests as tensors; None for a setting that is off in all of them."""
     params = [r.params for r in requests]
     temperatures = [p.temperature or 1.0 for p in params]
     column = (len(params), 1)
