@@ -56,14 +56,14 @@ class ClusterConfig(Section):
     )
 
     def transport_of(self, sampler: SamplerConfig) -> str:
-        """How weights get to `samplers`."""
+        """How weights get to the samplers of `cluster.samplers`; see `SamplerConfig.transport`."""
         if sampler.transport != "auto":
             return sampler.transport
         return "shared" if self.colocated else "broadcast"
 
 
 def check_apart(sampler: SamplerConfig, cluster: ClusterConfig) -> None:
-    """Of a run with `cluster.samplers`. Raises ConfigError by key."""
+    """Checks the sections of a run with `cluster.samplers`. Raises ConfigError that names the key."""
     if sampler.engine == "vllm_server":
         raise key_error("cluster.samplers", "vllm_server samples elsewhere already; leave cluster.samplers out")
     if sampler.transport == "memory":

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One process of the run; a field for every way of dividing the models or the work."""
+    """How one process of a run holds and computes the models; a field for every way of dividing models or work."""
 
     device: Literal["cuda", "cpu"] = "cuda"
     dtype_bytes: int = 2  # of a number that the models compute with
@@ -35,7 +35,7 @@ class Layout:
 
     @property
     def teams(self) -> int:
-        """Of ranks that work on the same micro-batch."""
+        """How many groups of ranks there are; the ranks of a team work on the same micro-batch."""
         return max(1, self.ranks // (self.tensor_parallel * self.sequence_parallel))
 
     @property
@@ -55,17 +55,17 @@ class Layout:
 
     @property
     def narrows(self) -> bool:
-        """`trainer/last_layer.py`."""
+        """Whether the last layer is computed only where its output is read: `trainer/last_layer.py`."""
         return self.device == "cpu" and self.wide and self.sequence_parallel == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What is forwarded at once, with gradients."""
+    """The sizes of one forward and backward pass; tokens, unless said otherwise."""
 
-    rows: int  # tokens that are computed: a shared prompt counts once
-    tokens: int  # of all segments: it counts for each
-    read: int  # tokens that the policy wrote: their log-probs are taken
+    rows: int  # computed: a prompt that segments share counts once
+    tokens: int  # of all segments: such a prompt counts for each of them
+    read: int  # written by the policy: their log-probs are computed
     shared: int = 0  # rows of prompts that several segments share
 
 
@@ -80,7 +80,7 @@ class Roles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRoom:
-    """What the sampler of a process holds besides weights, and forwards at once."""
+    """What the sampler of a process holds besides the policy's weights, and how much it forwards at once."""
 
     rows: int = 0  # of the cache
     capacity: int = 0  # tokens of a row

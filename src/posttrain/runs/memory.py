@@ -1,7 +1,7 @@
-"""How much memory a process of a run needs, before anything loads: parts x bytes, at each moment that may be the worst.
+"""How much memory a process of a run needs, before anything loads: bytes by part, at each moment that may be the peak.
 
-The formulas follow what the code allocates (`trainer/`, `sampler/`), so a change there is to be followed here; the
-tests compare them with measured peaks. P parameters, N ranks, e bytes of a number that the model computes with.
+The formulas follow what the code allocates (`trainer/`, `sampler/`), so a change there needs one here; the tests
+compare them with measured peaks. P parameters, N ranks, e bytes of a number in the dtype that the model computes in.
 
     held          P e (+ P 4 masters where e < 4) + P 8 moments; on N ranks P 12 / N in float32, and the sampler's P e
                   with whole weights P e + P 12 / N
@@ -49,7 +49,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one process: of its device (of its own memory where that is the CPU), and of the host beside a GPU."""
+    """The memory of one process: on its device (which may be the CPU) and, beside a GPU, in the host. Bytes."""
 
     moments: tuple[Moment, ...]
     outside: dict[str, int]  # what torch's allocator does not know of
@@ -74,7 +74,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plant:
-    """All that an estimate is made of."""
+    """Everything that `estimate` needs: models, layout, micro-batches and the sampler of one process."""
 
     policy: ModelShape
     layout: Layout
@@ -106,7 +106,7 @@ def estimate(plant: Plant) -> Estimate:
 
 
 def _largest_by_name(moments: Sequence[Moment]) -> list[Moment]:
-    """Of several micro-batches the one that takes most; parts without bytes are left out."""
+    """The largest of the moments that have the same name (one for each micro-batch), without parts of 0 bytes."""
     best: dict[str, Moment] = {}
     for moment in moments:
         if moment.name not in best or moment.bytes > best[moment.name].bytes:
@@ -118,7 +118,7 @@ def _largest_by_name(moments: Sequence[Moment]) -> list[Moment]:
 
 
 def _held(plant: Plant) -> dict[str, int]:
-    """In steady state, moments included."""
+    """What is held all the time once training runs, the optimizer's moments included."""
     shape, layout, roles = plant.policy, plant.layout, plant.roles
     trained, width, ranks = shape.trained, layout.dtype_bytes, layout.ranks
     count = shape.parameters + shape.adapters
@@ -159,8 +159,10 @@ def _sampler_held(plant: Plant) -> dict[str, int]:
 
 
 def _loading(plant: Plant) -> dict[str, int]:
-    """Every model is loaded whole before it is sharded: policy, reference, the sampler's copy, critic, in this order.
-    The last of them meets what the others have left."""
+    """The peak while the models load, whole and one after another, before each is sharded.
+
+    The order is policy, reference, the sampler's copy, critic, so the last of them loads beside what the others hold.
+    """
     shape, layout, roles = plant.policy, plant.layout, plant.roles
     whole = shape.parameters * layout.dtype_bytes
     later = {"moments of AdamW", "keys and values", "CUDA graphs"}
@@ -239,7 +241,7 @@ def _critic_update(plant: Plant, batch: MicroBatch) -> dict[str, int]:
 
 
 def _sums(plant: Plant, count: int) -> int:
-    """Gradients in float32, as they are summed and stepped by; whole till the last backward if layers stay gathered."""
+    """The float32 sums of gradients that the optimizer steps with; unsharded where layers stay gathered."""
     layout = plant.layout
     if layout.stretched:
         return count * MASTER
@@ -249,7 +251,7 @@ def _sums(plant: Plant, count: int) -> int:
 
 
 def _own_sums(plant: Plant) -> int:
-    """Of stretches: those of this rank, beside a bucket of all that is summed; gloo makes a copy of it."""
+    """`_sums` of a StretchedOptimizer: this rank's stretches, and one bucket being reduced, which gloo copies."""
     layout, trained = plant.layout, plant.policy.trained
     if not layout.stretched:
         return 0
@@ -298,7 +300,7 @@ def _outside(plant: Plant) -> dict[str, int]:
 
 
 def _host(plant: Plant) -> dict[str, int]:
-    """Of a process with a GPU: what it offloads, and a model while it loads."""
+    """Host memory of a process with a GPU: what is offloaded, and a model while it loads."""
     layout, shape = plant.layout, plant.policy
     if layout.device == "cpu":
         return {}

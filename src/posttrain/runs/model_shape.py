@@ -36,12 +36,12 @@ class ModelShape:
 
     @property
     def trained_layer(self) -> int:
-        """Of a layer."""
+        """Parameters of the largest layer that train."""
         return self.adapters // self.layers if self.adapters else self.layer_parameters
 
     @property
     def trained_outside(self) -> int:
-        """Of what belongs to no layer."""
+        """Parameters outside the layers that train."""
         return 0 if self.adapters else self.outside
 
     @property
@@ -67,7 +67,7 @@ class ModelShape:
 
     @property
     def decoder_parameters(self) -> int:
-        """Without a head of its own: what a critic is made of."""
+        """Parameters of layers, embedding and last norm, without an untied head: those of a critic."""
         return self.parameters - (0 if self.tied else self.embedding)
 
     @property
@@ -77,7 +77,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Of the layers, those that a token meets."""
+        """Parameters of the layers that compute one token: all, or with experts those that it is sent to."""
         if not self.experts_per_token:
             return self.layers * self.layer_parameters
         attention = 2 * self.hidden * (self.query_width + self.key_width)

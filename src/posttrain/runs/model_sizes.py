@@ -21,7 +21,7 @@ from posttrain.trainer.lora import factor_sizes
 
 
 class UnknownSizes(ModelError):
-    """What the estimate is made of is not known: of this architecture, or of the engine that divides the models."""
+    """Memory cannot be estimated: not for this architecture, or not for the engine that divides the models."""
 
 
 def shape_at(path: str, lora: LoraConfig | None = None) -> ModelShape:

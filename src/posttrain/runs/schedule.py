@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """So many sampled tokens, then so many seconds of tools (0: the last turn)."""
+    """A policy turn: tokens that are sampled, then seconds in which tools run (0 in the last turn)."""
 
     tokens: float
     tool_seconds: float = 0.0
@@ -47,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step: its episodes, and the seconds of training on them when nobody disturbs."""
+    """A training step: its episodes, and the seconds of training on them while nothing else uses the cores."""
 
     episodes: Sequence[Episode]
     train_seconds: float
@@ -77,7 +77,7 @@ def simulate(steps: Sequence[Work], machine: Machine, max_staleness: int, *, war
 
 @dataclass(slots=True)
 class _Playing:
-    """An episode that is being made."""
+    """An episode that is being rolled out."""
 
     step: int
     turns: Episode
@@ -87,7 +87,7 @@ class _Playing:
 
 @dataclass(slots=True)
 class _Sampler:
-    """Sequences in it end at a reading of `tokens`, the clock that all of them share."""
+    """A sampler. `tokens` counts its decode steps; `ends` says at which count each sequence in it is done."""
 
     tokens: float = 0.0
     ends: list[tuple[float, int, _Playing]] = field(default_factory=list[tuple[float, int, _Playing]])
@@ -152,7 +152,7 @@ class _Run:
             self._ask(_Playing(step, turns), self.samplers[number % len(self.samplers)])
 
     def _ask(self, playing: _Playing, sampler: _Sampler) -> None:
-        """The next turn of an episode: decoded at once, or in line."""
+        """Asks for the next turn of an episode: it is decoded at once, or waits in line for a slot."""
         if len(sampler.ends) >= self.machine.slots:
             sampler.line.append(playing)
             return
@@ -163,7 +163,7 @@ class _Run:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """To the next event, and through it."""
+        """Moves the time to the next event and handles it."""
         share = self._share()
         wait = self.tools[0][0] - self.now if self.tools else math.inf
         trainer = self.training / share if self.training > 0 else math.inf
@@ -179,7 +179,7 @@ class _Run:
         self._end_turns()
 
     def _share(self) -> float:
-        """The speed of everybody, against that without neighbours."""
+        """The speed of samplers and trainer as a share of the one they have alone: 1, or less on too few cores."""
         if self.machine.cores is None:
             return 1.0
         threads = sum(bool(s.ends) for s in self.samplers) + (self.machine.trainer_threads if self.training > 0 else 0)

@@ -18,8 +18,8 @@ PUBLISHED = ("vllm", "vllm_server")  # engines that get the policy's weights by 
 
 
 class SamplerConfig(BaseModel):
-    """What generates tokens: the policy's own module, an engine or a server that gets a copy of its weights, or a
-    server with weights of its own (which does not train)."""
+    """What generates tokens: the policy's own module (native); an engine or a server that gets copies of its weights
+    (vllm, vllm_server); or a server with weights of its own, for evaluation only (server)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

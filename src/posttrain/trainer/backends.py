@@ -1,4 +1,4 @@
-"""What of a run each backend of the trainer cannot do, before anything is loaded."""
+"""Which settings of a run each backend of the trainer does not support, told before anything is loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Asked:
 
 
 def backend_problem(trainer: TrainerConfig, asked: Asked) -> Problem | None:
-    """The first thing that the chosen backend does not do; None when it does all."""
+    """The first setting that the chosen backend does not support; None when there is none."""
     options = {"deepspeed": trainer.deepspeed, "megatron": trainer.megatron}
     for name, given in options.items():
         if given is not None and trainer.backend != name:

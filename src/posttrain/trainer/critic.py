@@ -94,7 +94,7 @@ class Critic:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it computes."""
+        """See `Policy.dtype`."""
         return next(self.module.parameters()).dtype if self._place is None else self._place[1]
 
     @property

@@ -69,7 +69,10 @@ class _AttendFromRows:
 
 
 def prepare_last_layer(decoder: nn.Module) -> bool:
-    """Makes the last layer of a transformers decoder heed `ReadRows`; False, and nothing changed, where it cannot."""
+    """Makes the last layer of a transformers decoder skip rows that `ReadRows` leaves out.
+
+    False, and nothing is changed, where that does not give the same numbers for this architecture.
+    """
     layers = getattr(decoder, "layers", None)
     parameter = next(decoder.parameters())
     exact = parameter.device.type == "cpu" and parameter.dtype in {torch.float32, torch.float64}

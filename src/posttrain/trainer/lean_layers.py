@@ -1,8 +1,8 @@
 """Decoder layers of the plainest architectures, written out for training in float32 on a CPU.
 
-A layer is two functions around its attention (`layer_functions.py`), without the interpreter lock but for moments. The
-weights are the modules' own. Whatever is not known to be computed exactly so, adapters and hooks included, and what has
-few rows, goes through the modules; a comparison with them before the first use has the last word.
+A layer is two functions around its attention (`layer_functions.py`), which hold the interpreter lock only briefly. The
+weights are the modules' own. Other architectures, layers with adapters or hooks, and forwards of few rows go through
+the modules as before; so does a model whose written-out layers differ from its modules in a trial before the first use.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def in_float32_on_cpu(module: nn.Module) -> bool:
 
 
 def quicken_layers(decoder: Any, rows: int) -> None:
-    """Before a forward of so many rows: where it pays, layers that may be written out are so from now on."""
+    """Called before a forward of `rows` rows; the first large one replaces the layers' forward for good, if it may."""
     if rows < FEWEST or not compiles():
         return
     with _lock:
@@ -91,7 +91,7 @@ def quicken_layers(decoder: Any, rows: int) -> None:
 
 
 def _quicken(decoder: Any) -> None:
-    """Every layer, if all give what they should and none is compiled otherwise."""
+    """Replaces the forward of every layer, if all agree with their modules and none is compiled by torch."""
     if any(layer._compiled_call_impl for layer in decoder.layers):
         return
     with torch.inference_mode(False), torch.enable_grad():

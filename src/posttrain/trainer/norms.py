@@ -42,7 +42,10 @@ class RmsNorm(torch.autograd.Function):
 
 
 def quicken_norms(module: nn.Module) -> int:
-    """Every RMSNorm in float32 or float64 on a CPU whose numbers are those of the equations; returns how many."""
+    """Gives every RMSNorm in float32 or float64 on a CPU the faster forward, if it computes the equations above.
+
+    Returns how many there were.
+    """
     return sum(_quicken(part) for part in module.modules() if type(part).__name__.endswith("RMSNorm"))
 
 

@@ -66,7 +66,7 @@ def lr_at(config: OptimizerConfig, step: int, total_steps: int | None = None) ->
 
 
 class Stepper(ABC):
-    """What the loop asks of an optimizer; `steps_done` counts the planned updates that are over, those left out too."""
+    """What the loop asks of an optimizer. `steps_done` counts planned updates, also those that were passed over."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total_steps: int | None
@@ -81,11 +81,11 @@ class Stepper(ABC):
 
     @property
     def lr(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         return lr_at(self.config, self.steps_done, self.total_steps)
 
     def pass_over(self, count: int = 1) -> None:
-        """Planned updates without anything to learn from: the schedule moves on, weights and moments do not."""
+        """Skips planned updates that have nothing to learn from: the schedule moves on, weights and moments stay."""
         self.steps_done += count
 
     @abstractmethod
@@ -96,8 +96,8 @@ class Stepper(ABC):
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
         """All that a bit-exact resume needs, flat, for safetensors: `NAME/exp_avg`, `NAME/master`, .., `steps_done`.
 
-        Copies in the memory of the host. Shards are gathered: every rank has to call it; with keep=False a rank only
-        helps, and gets nothing.
+        Copies in host memory. Shards are gathered by collectives, so every rank has to call it; keep=False: this rank
+        takes part in them and gets an empty result.
         """
 
     @abstractmethod
@@ -113,7 +113,9 @@ class Optimizer(Stepper):
 
     Half-precision parameters get float32 master copies: at the learning rates of RL an update is smaller than the
     spacing of bfloat16 and would round to nothing. The moments are float32 then, too. The parameters of a sharded model
-    are such masters themselves: `mastered` names those that are gathered in half precision.
+    are float32 and so their own masters; forwards gather them in half precision where the model computes in it.
+
+    mastered: names of these, whose values are saved as masters, because the weight files have them rounded.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Optimizer(Stepper):
         self._masters = {
             name: p if is_wide(p.dtype) else nn.Parameter(p.detach().float()) for name, p in self.named.items()
         }
-        self._parts = {  # of what is sharded, what is here; the update rule sees no more
+        self._parts = {  # what this rank holds of each master: all of it, or its shard; AdamW sees only these
             name: nn.Parameter(own_part(master)) if own_part(master) is not master else master
             for name, master in self._masters.items()
         }
@@ -137,7 +139,7 @@ class Optimizer(Stepper):
 
     @property
     def masters(self) -> list[nn.Parameter]:
-        """Of every parameter, in the order of `named`: its float32 copy, or itself. Their gradients are stepped by."""
+        """For every parameter, in the order of `named`, its float32 copy, or itself; `step` reads their gradients."""
         return list(self._masters.values())
 
     def zero_grad(self) -> None:
@@ -184,7 +186,7 @@ class Optimizer(Stepper):
         self.steps_done = int(tensors[STEPS_DONE].item())
 
     def _hand_over_gradients(self) -> None:
-        """From half-precision parameters to their masters, where a backward pass left them with the parameters."""
+        """Moves gradients that a backward pass left on half-precision parameters to their masters."""
         for name, master in self._masters.items():
             parameter = self.named[name]
             if master is not parameter and parameter.grad is not None:
@@ -207,7 +209,7 @@ class Optimizer(Stepper):
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Whether weights of it are their own masters."""
+    """Whether weights of this dtype need no float32 masters."""
     return dtype in {torch.float32, torch.float64}
 
 

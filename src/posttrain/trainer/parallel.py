@@ -32,7 +32,7 @@ def accumulate_gradients(
     `loss_of` runs forward and returns a scalar; with `workers > 1` it runs on other threads, several at a time, and
     must not write to anything shared. Bit-identical for every number of workers. Gradients of half-precision parameters
     are summed in float32, so that many micro-batches cost no precision.
-    into: whose `.grad` the sums go to, e.g. float32 masters, spared the rounding; default the parameters themselves.
+    into: parameters whose `.grad` gets the sums instead, in the same order: float32 masters, to avoid rounding them.
     """
     trainable = list(parameters)
     targets = trainable if into is None else list(into)

@@ -95,12 +95,12 @@ class Policy:
             return cls(build_module(config, place, pick_dtype(dtype, place)))
 
     def shard(self, ranks: Ranks, config: TrainerConfig, sequence: SequenceGroup | None = None) -> None:
-        """Spreads the parameters over `ranks`, in place: from now on every rank has to ask for log-probs, as often.
+        """Shards the parameters over `ranks`, in place. From now on a forward is a collective: all ranks run as many.
 
-        Where DeepSpeed is to do it, it does so with the optimizer (`zero.ZeroOptimizer`); where weights stay whole
-        (`stretches.StretchedOptimizer`), there is nothing to do.
+        DeepSpeed shards them when its optimizer is made (`zero.ZeroOptimizer`); with `ddp` weights stay whole on every
+        rank (`stretches.StretchedOptimizer`), and nothing is done here.
 
-        sequence: ranks that ask for those of the same batch, and share its rows.
+        sequence: the ranks that work on the same micro-batch and divide its rows among them; None = no such ranks.
         """
         if sequence is not None:
             self.sequence, self.narrows = sequence.fitted(self.module), False
@@ -121,7 +121,7 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it computes."""
+        """The dtype that it computes in; sharded parameters may be stored in a wider one."""
         return next(self.module.parameters()).dtype if self._place is None else self._place[1]
 
     @property
@@ -130,7 +130,7 @@ class Policy:
 
     @property
     def computes_prefixes_once(self) -> bool:
-        """Whether what the segments of a group have in common at their beginning costs one computation."""
+        """Whether a prefix that the segments of a group share is computed once for all of them."""
         where = (self.device, self.dtype, self.module)
         return use_shared(*where) or use_varlen(*where)
 
@@ -172,8 +172,10 @@ class Policy:
         return hasattr(self.module, "peft_config")
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the weights (of adapters where only they train) in the memory of the host, to be saved later; tied
-        weights stay tied."""
+        """A copy of the weights (the adapters alone where only they train) in host memory, to be saved later.
+
+        Tied weights stay tied.
+        """
         copies: dict[int, Tensor] = {}
         state = trained_state(self.module) if self.adapted else self.module.state_dict()
         for tensor in state.values():
@@ -213,8 +215,10 @@ class Policy:
 
 
 def keep(policy: Policy, directory: str | Path, tokenizer: Any = None, state: dict[str, Tensor] | None = None) -> None:
-    """What of a policy a checkpoint holds: as `Policy.save`, but of one with adapters only these (and the tokenizer),
-    in `adapter/`. state: these weights instead of those of now."""
+    """Writes a policy for a checkpoint: as `Policy.save`, but of one with adapters the adapters alone, in `adapter/`.
+
+    tokenizer: written beside the weights. state: weights to write instead of the current ones, see `Policy.state`.
+    """
     if policy.adapted:
         save_adapter(policy.module, Path(directory) / ADAPTER, state)
         if tokenizer is not None:
@@ -224,7 +228,10 @@ def keep(policy: Policy, directory: str | Path, tokenizer: Any = None, state: di
 
 
 def base_below(policy: Policy, config: ModelConfig) -> Policy:
-    """The model below the adapters of a policy, on the very same weights; it never trains. config: how it is held."""
+    """A frozen policy that is the base model below the adapters of another one, on the same memory.
+
+    config: that of the policy; says whether layers are compiled.
+    """
     base = Policy(without_adapters(policy.module))
     if config.compiles_on(base.device.type):
         compile_layers(base.module)
@@ -234,8 +241,8 @@ def base_below(policy: Policy, config: ModelConfig) -> Policy:
 def packed_hidden_states(model: Any, batch: Batch, *, before_policy_only: bool = False) -> tuple[Tensor, Tensor]:
     """([T] row of each token, [R, K] hidden states by row) of a policy or critic; tokens may share a row.
 
-    before_policy_only: tokens that no policy token follows may have none (-1). Where ranks share the rows, those that
-    have theirs elsewhere have none either.
+    before_policy_only: only rows that predict a policy token are wanted; other tokens may get row -1, which is none.
+    Where ranks divide the rows of a micro-batch, tokens whose row is on another rank get -1, too.
     """
     layout = shared_layout(batch, model.device) if use_shared(model.device, model.dtype, model.module) else None
     if layout is not None:
@@ -266,7 +273,7 @@ def decoder_hidden_states(
 def scatter(values: Tensor, index: Tensor, count: int, together: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """[count], `values` at `index`, 0.0 elsewhere; keeps the graph even when `index` is empty.
 
-    together: adds what other ranks know at other places.
+    together: sums the result over the ranks that divide the rows of a micro-batch, each of which has some places.
     """
     out = torch.zeros(count, dtype=values.dtype, device=values.device).index_copy(0, index, values)
     return out if together is None else together(out)
@@ -295,7 +302,7 @@ def head_of(module: nn.Module) -> nn.Linear:
 
 
 def logits_rule(module: nn.Module) -> LogitsRule:
-    """What the architecture does to its head's output, as its config tells; the start-up check has the last word."""
+    """Scale and soft cap of the logits by the model's config; the start-up check compares with the model itself."""
     config: Any = module.config
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)

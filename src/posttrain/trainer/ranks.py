@@ -90,12 +90,12 @@ class TrainerConfig(BaseModel):
 
     @property
     def zero(self) -> DeepSpeedConfig | None:
-        """None where DeepSpeed does not divide the models."""
+        """The options of ZeRO; None where `backend` is not deepspeed."""
         return self.deepspeed or DeepSpeedConfig() if self.backend == "deepspeed" else None
 
     @property
     def divides_weights(self) -> bool:
-        """Whether none of several ranks has all of them."""
+        """False for ddp alone, where every rank trains all weights and its sampler can run them as they are."""
         return self.backend != "ddp"
 
     @property
@@ -109,7 +109,7 @@ class TrainerConfig(BaseModel):
         return self.tensor_parallel * self.sequence_parallel
 
     def problem_with(self, ranks: int) -> str | None:
-        """Why so many ranks cannot be divided as asked for; None when they can."""
+        """Why this many ranks cannot be divided as the config asks for; None when they can."""
         if ranks % self.expert_parallel:
             return (
                 f"trainer.megatron.expert_parallel = {self.expert_parallel} does not divide {ranks} "
@@ -127,7 +127,10 @@ class TrainerConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank 0 leads: it runs the loop, and the others do with it what concerns the models."""
+    """The processes of a run, and which of them this one is.
+
+    Rank 0 leads: it runs the loop, and the others take part in what concerns the models.
+    """
 
     rank: int = 0
     size: int = 1
@@ -141,7 +144,7 @@ class Ranks:
         return self.rank == 0
 
     def divided(self, tensor: int) -> Ranks:
-        """The same ranks, of which every `tensor` neighbours hold parts of each layer; every rank has to call it."""
+        """These ranks with a mesh for tensor parallelism over every `tensor` neighbours; every rank has to call it."""
         if tensor == 1 or self.mesh is None:
             return self
         shape, names = (self.size // tensor, tensor), ("shard", "tensor")
@@ -149,8 +152,10 @@ class Ranks:
         return replace(self, mesh=grid["shard"], tensor=grid["tensor"])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all ranks, in place; every rank gets the same bits. Between GPUs also what lies on the host: gloo would
-        take 7 ms a megabyte."""
+        """The sum over all ranks, in place; every rank gets the same bits.
+
+        Host tensors are summed on the GPUs where there are some: gloo takes 7 ms per megabyte.
+        """
         if self.size == 1:
             return values
         over_gpus = self.mesh is not None and self.mesh.device_type == "cuda"

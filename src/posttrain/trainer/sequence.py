@@ -37,7 +37,10 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, ranks: Ranks, config: TrainerConfig) -> SequenceGroup | None:
-        """Neighbours, or those that hold the same part of each layer; every rank has to call it. None for one alone."""
+        """The group of this rank; None without sequence parallelism. Every rank has to call it.
+
+        Members are neighbours or, with tensor parallelism, the nearest ranks that hold the same part of each layer.
+        """
         size, apart = config.sequence_parallel, config.tensor_parallel
         if size == 1:
             return None
@@ -74,15 +77,18 @@ class SequenceGroup:
         return replace(self, kind="ring")
 
     def sum(self, values: Tensor) -> Tensor:
-        """Of what each rank knows of a whole, 0 elsewhere: the whole. Gradients go to whoever knew."""
+        """Sums over the group tensors that each rank has filled in part, with 0 elsewhere.
+
+        In the backward pass every rank gets the gradient of what it filled in.
+        """
         return _Sum.apply(values, self.group)  # type: ignore[no-any-return]
 
     def own_rows(
         self, batch: Batch, of_row: Tensor, rows: Tensor, context: AttentionContext
     ) -> tuple[Tensor, Tensor, AttentionContext]:
-        """The token of each row of this rank, the row of each token here (-1: elsewhere), and their attention.
+        """(token of each row of this rank, row of each token on this rank or -1, attention context of its rows)
 
-        of_row: [R] tokens by row, rows: [T] rows by token, for `context`, which sees all rows.
+        of_row: [R] token of each row and rows: [T] row of each token in the layout of `context`, which has all rows.
         """
         count = len(of_row)
         each = -(-count // self.size)

@@ -1,9 +1,9 @@
 """One model over many ranks: FSDP2 (`fully_shard`, Zhao et al. 2023 without flat parameters).
 
-Every rank holds a part of each parameter, of its gradient and of its moments. A layer is gathered right before it is
-computed and let go of right after; gradients are summed, not averaged, because losses carry weights that are fixed for
-the whole mini-batch. Parameters are float32 where they train (they are the optimizer's masters) and are gathered in the
-dtype that the model computes in.
+Every rank holds a shard of each parameter, of its gradient and of its moments. The weights of a layer are gathered
+right before it is computed and freed right after (or kept until the update, see `trainer.reshard_after_forward`).
+Gradients are summed, not averaged, because losses carry weights that are fixed for the whole mini-batch. Parameters
+that train are float32, being the optimizer's masters, and are gathered in the dtype that the model computes in.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ AT_HAND = "posttrain_at_hand"  # of a module whose parameters are not whole or D
 
 
 def shard(module: nn.Module, ranks: Ranks, config: TrainerConfig, dtype: torch.dtype) -> None:
-    """In place: layer by layer, and what is left (embedding, last norm, head) with `module` itself.
+    """Shards a module in place: each layer, then with `module` itself what is left (embedding, last norm, head).
 
-    dtype: that the model computes in. Raises ModelError for a model that a team of ranks cannot divide.
+    dtype: the one that the model computes in. Raises ModelError for a model that a team of ranks cannot divide.
     """
     assert ranks.mesh is not None
     options = _options(ranks.mesh, dtype, offload=config.offload)
@@ -68,7 +68,7 @@ def shard(module: nn.Module, ranks: Ranks, config: TrainerConfig, dtype: torch.d
 
 
 def shard_alone(module: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
-    """A part that computes in float32 whatever is around it; before the whole is sharded."""
+    """Shards a part that computes in float32 whatever the model around it does; call it before `shard`."""
     fully_shard(module, **_options(mesh, torch.float32, offload=offload))
 
 
@@ -92,9 +92,9 @@ def _inside(module: nn.Module, work: Callable[[], Result]) -> Result:
 
 
 def inside(module: nn.Module, work: Callable[[], Result]) -> Result:
-    """`work`, while the parameters that belong to no layer are gathered; of a module that is not sharded: as it is.
+    """Calls `work` with the parameters that belong to no layer gathered, and returns its result.
 
-    The gradients of what it returns find their way back to the shards.
+    Gradients of the result are reduced to the shards in the backward pass. A module that is not sharded: just `work()`.
     """
     run: Callable[[Callable[[], Result]], Result] | None = getattr(module, INSIDE, None)
     return work() if run is None else run(work)
@@ -105,21 +105,24 @@ def sharded_parts(module: nn.Module) -> list[FSDPModule]:
 
 
 def before_backward(module: nn.Module, *, last: bool) -> None:
-    """Of each of the backward passes behind one update, where layers stay gathered: only after the last one gradients
-    are summed over the ranks and weights let go of. Until then a rank holds whole gradients, in float32."""
+    """To be called before each backward pass of an update, where layers stay gathered (no reshard_after_forward).
+
+    Only after the `last` one gradients are summed over the ranks and gathered weights freed; until then every rank
+    holds whole gradients, in float32.
+    """
     for part in sharded_parts(module):
         part.set_requires_gradient_sync(last, recurse=False)
         part.set_reshard_after_backward(last, recurse=False)
 
 
 def let_go(module: nn.Module) -> None:
-    """Frees what a forward without a backward left gathered, so that no later forward sees weights of before a step."""
+    """Frees weights that a forward without backward left gathered; after a step they would be out of date."""
     for part in sharded_parts(module):
         part.reshard()
 
 
 def whole(value: Tensor) -> Tensor:
-    """The tensor behind its shards; every rank has to ask."""
+    """The whole tensor, gathered from its shards; a collective, so every rank has to call it."""
     if not isinstance(value, DTensor):
         return value
     for count in range(1, value.device_mesh.ndim):  # shards of parts: first the shards to parts, then these
@@ -128,7 +131,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def norm(tensors: list[Tensor]) -> float:
-    """2-norm of all of them together, in float32 at least; of sharded ones every rank gets the same, and has to ask."""
+    """2-norm of all tensors together, in float32 at least. Of sharded ones it is a collective with one result."""
     if not tensors:
         return 0.0
     own = [own_part(tensor) for tensor in tensors]
@@ -143,13 +146,15 @@ def norm(tensors: list[Tensor]) -> float:
 
 @torch.no_grad()
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, in the same memory. To change every element for itself needs no more; torch takes
-    seconds to work out, the first time, how an operation on hundreds of shards at once is divided."""
+    """The local shard of a sharded tensor, in the same memory; of any other tensor itself.
+
+    Elementwise updates work on these: on DTensors torch needs seconds to plan an operation on hundreds of shards.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def of_own_part(part: Tensor, model: Tensor) -> Tensor:
-    """The inverse of `own_part`, for a tensor with the shape and the shards of `model`; single numbers stay alone."""
+    """The inverse of `own_part`: `part` as the local shard of a tensor like `model`. Scalars come back as they are."""
     if not isinstance(model, DTensor) or not part.dim():
         return part
     size = {"shape": model.shape, "stride": model.stride()}
@@ -175,14 +180,16 @@ def like(value: Tensor, model: Tensor) -> Tensor:
 
 
 def empty_like(model: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room on the host for what has the shape and the shards of `model`."""
+    """An uninitialised tensor in host memory with the shape and the shards of `model`."""
     return torch.empty_like(model.detach(), dtype=dtype, device="cpu")
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Gathers the parameters of a sharded module into those of a whole one that was loaded like it, in place and in its
-    dtype. Those that never train are what they were."""
+    """Gathers the trained parameters of a sharded module into those of a whole one, in place and in its dtype.
+
+    target: loaded like `source`, so that parameters that do not train are equal already. Every rank has to call it.
+    """
     let_go(source)
     into, at_hand = dict(target.named_parameters()), getattr(source, AT_HAND, nullcontext)
     trained = [(into[name], parameter) for name, parameter in source.named_parameters() if parameter.requires_grad]
@@ -198,7 +205,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def _buckets(pairs: Iterable[tuple[Tensor, DTensor]]) -> Iterator[list[tuple[Tensor, DTensor]]]:
-    """Neighbours of one dtype, so many bytes together: a collective for each tensor would mostly wait."""
+    """Groups neighbours of one dtype, up to BUCKET_BYTES: a collective for each tensor would mostly wait."""
     bucket: list[tuple[Tensor, DTensor]] = []
     for place, parameter in pairs:
         room = BUCKET_BYTES - sum(other.nbytes for other, _ in bucket)
@@ -211,7 +218,7 @@ def _buckets(pairs: Iterable[tuple[Tensor, DTensor]]) -> Iterator[list[tuple[Ten
 
 
 def _gather_rows(bucket: Sequence[tuple[Tensor, DTensor]]) -> None:
-    """Tensors of which every rank of one mesh holds as many rows as goes, in order; the last ones may have fewer."""
+    """Gathers tensors sharded by rows: every rank holds ceil(rows / ranks) of them in order, the last ones fewer."""
     mesh = bucket[0][1].device_mesh
     count, own = mesh.size(), []
     for place, parameter in bucket:
@@ -228,7 +235,7 @@ def _gather_rows(bucket: Sequence[tuple[Tensor, DTensor]]) -> None:
 
 
 def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The state dict of a sharded module, gathered tensor by tensor into the host's memory; empty where not `keep`."""
+    """The state dict of a sharded module, gathered tensor by tensor into host memory; empty where not `keep`."""
     let_go(module)
     state: dict[str, Tensor] = {}
     at_hand = getattr(module, AT_HAND, nullcontext)

@@ -1,12 +1,12 @@
-"""The update of a model whose weights several ranks hold alike; masters and moments are divided among these.
+"""The optimizer step for weights that several ranks hold alike; masters and moments are divided among these ranks.
 
-Each has a stretch of them, as in ZeRO-1 (Rajbhandari et al. 2020) and Megatron's distributed optimizer: gradients are
-summed into stretches, these are stepped, and weights are gathered from them. Once per update, and many parameters at a
-time. With whole weights everywhere that is data parallel training (`trainer.backend: ddp`): a rank computes as a run of
-one process does. Of Megatron-core's layers every rank has parts.
+Each rank owns one stretch of the flattened parameters, as in ZeRO-1 (Rajbhandari et al. 2020) and Megatron's
+distributed optimizer. Once per update, and for many parameters at a time, gradients are reduce-scattered to stretches,
+each rank steps its own, and the new weights are all-gathered. Where every rank has all weights this is data parallel
+training (`trainer.backend: ddp`); with Megatron-core a rank has parts of the layers, as some of the others have.
 
-A step is that of every other backend to the last rule: sums and no means, the norm over all ranks, an update that is
-skipped, and state by the names of Hugging Face layout.
+The rules of a step are those of every other backend: gradients are summed and not averaged, the norm is taken over all
+ranks, an update with non-finite gradients is skipped, and state has the names of Hugging Face layout.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROW = 4096  # numbers whose squares may be summed in float32, on a CPU one after
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Which ranks hold a parameter as this one does, and so have to agree on its update."""
+    """The ranks that hold a parameter with the same values as this one, and so have to agree on its update."""
 
     group: Any  # their gradients are summands of one
     copies: int = 1  # of the group, with the very same gradients: ranks that compute alike what was not divided
@@ -54,7 +54,7 @@ def as_it_is(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A weight in Hugging Face layout: on this rank, views of parameters, one after another."""
+    """Where a weight in Hugging Face layout lies: on this rank in views of parameters, concatenated in order."""
 
     shape: torch.Size  # of the whole
     views: tuple[tuple[nn.Parameter, View], ...]
@@ -62,7 +62,10 @@ class Piece:
     dim: int = 0  # along which it is cut
 
     def read(self, of: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """The whole of what `of` has for each parameter (its weight, a moment); every rank of the group has to ask."""
+        """The whole tensor, gathered from what `of` gives for each parameter (its weight, or a moment).
+
+        A collective: every rank of the group has to call it.
+        """
         parts = [view(of(parameter)) for parameter, view in self.views]
         local = (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(self._own_shape).contiguous()
         if self._size == 1:
@@ -89,12 +92,12 @@ class Piece:
 
 
 class StretchedOptimizer(Stepper):
-    """Steps parameters that every rank of a group holds alike; every rank has to make one, and to call what it calls.
+    """Steps parameters that every rank of a group holds alike. Every rank makes one and calls the same methods.
 
-    A parameter that no loss has reached has gradients of 0.0 like its neighbours, and decays.
+    A parameter that no loss has reached counts as one with gradients of 0.0: it is stepped, and so decays.
 
-    named: in Hugging Face layout. shared: of every parameter that this rank holds. pieces: of what is named, by id;
-    whole where there is none.
+    named: the weights in Hugging Face layout. shared: for every parameter that this rank holds, the ranks that share
+    it. pieces: where a named weight lies, by the id of its parameter; without an entry it is whole on this rank.
     """
 
     def __init__(
@@ -192,7 +195,7 @@ class StretchedOptimizer(Stepper):
         return bucket.master if key == MASTER else self._adamw.state[bucket.master][key]
 
     def _norm(self) -> float:
-        """Of all gradients: stretches do not overlap, so that each number counts once."""
+        """2-norm of all gradients over all ranks; stretches do not overlap, so each number counts once."""
         squares = torch.stack([bucket.squares / bucket.shared.copies for bucket in self._buckets]).sum()
         dist.all_reduce(squares)
         return float(squares.sqrt())
@@ -205,8 +208,10 @@ class StretchedOptimizer(Stepper):
 
 
 class _Bucket:
-    """Parameters of one kind, one after another in a room of numbers, of which each rank has a stretch; 0.0 is behind
-    the last of them."""
+    """Parameters of one kind, flattened one after another into a buffer (the room) of which each rank owns a stretch.
+
+    The room is padded with 0.0, so that every stretch has the same number of whole rows of ROW numbers.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shared: Shared) -> None:
         first, count = parameters[0], dist.get_world_size(shared.group)
@@ -237,28 +242,28 @@ class _Bucket:
 
     @property
     def squares(self) -> Tensor:
-        """Of the gradient, summed in float64 but for those of a row."""
+        """The sum of squares of the gradient: rows of ROW numbers in float32, the sums of rows in float64."""
         return torch.linalg.vector_norm(self.gradient.view(-1, ROW), dim=1).double().square().sum()
 
     def stretch_of(self, values: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """This rank's, of tensors like the parameters."""
+        """This rank's stretch of tensors that are shaped like the parameters."""
         flat = torch.cat([values[parameter].flatten().to(self.master.dtype) for parameter in self.starts])
         flat = nn.functional.pad(flat, (0, self._room - len(flat)))
         start = dist.get_rank(self.shared.group) * self.master.numel()
         return flat[start : start + self.master.numel()].view(self.master.shape).to(self.master.device, copy=True)
 
     def whole(self, own: Tensor) -> Tensor:
-        """The room, of the stretches of all ranks."""
+        """The whole room, gathered from the stretches of all ranks."""
         room = own.new_empty(self._room)
         all_gather_single(room, own.detach().flatten(), group=self.shared.group)
         return room
 
     def in_room(self, parameter: nn.Parameter, rooms: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """Where the numbers of a parameter are, in the room of its bucket."""
+        """The view of a parameter's numbers in the room of its bucket, shaped like it."""
         return self._place(parameter, rooms[self.master])
 
     def take_gradient(self) -> None:
-        """The sum over the ranks of what the backward passes have left."""
+        """Reduces the gradients of all backward passes over the ranks, each to the rank that owns the stretch."""
         sums = self._taken()
         self.master.grad = torch.empty_like(self.master)
         reduce_scatter_single(self.master.grad.view(-1), sums, group=self.shared.group)
@@ -266,7 +271,7 @@ class _Bucket:
 
     @torch.no_grad()
     def give_weights(self) -> None:
-        """To the parameters of every rank, from the stretches of all."""
+        """Gathers the stepped stretches and writes them to the parameters of every rank."""
         parameters = list(self.starts)
         room = self.whole(self.master.to(parameters[0].dtype))
         weights = [self._place(parameter, room) for parameter in parameters]
@@ -281,21 +286,21 @@ class _Bucket:
         return room[start : start + parameter.numel()].view(parameter.shape)
 
     def _taken(self) -> Tensor:
-        """The room of the sums of gradients in float32, which is there from the first backward pass to the update."""
+        """The buffer in which gradients are summed in float32; held from the first backward pass to the update."""
         if self._sums is None:
             self._sums = self.master.new_zeros(self._room)
         return self._sums
 
     @torch.no_grad()
     def _add(self, parameter: Tensor) -> None:
-        """After every backward pass."""
+        """Adds a parameter's gradient to the room and frees it; a hook that runs after every backward pass."""
         assert isinstance(parameter, nn.Parameter)
         self._place(parameter, self._taken()).add_(parameter.grad)  # type: ignore[arg-type]
         parameter.grad = None
 
 
 def _buckets(shared: Mapping[nn.Parameter, Shared]) -> list[_Bucket]:
-    """Parameters that the same ranks hold, of one dtype, all of which decay or none; so many together as goes."""
+    """Groups parameters of the same ranks, dtype and weight decay (on or off), up to BUCKET_ELEMENTS each."""
     kinds: dict[Any, list[list[nn.Parameter]]] = {}
     for parameter, by in shared.items():
         same = kinds.setdefault((id(by.group), by.copies, parameter.dim() > 1, parameter.dtype), [[]])

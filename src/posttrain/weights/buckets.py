@@ -38,9 +38,10 @@ class Group:
         self.processes.broadcast(tensor, 0).wait()
 
     def abort(self) -> None:
-        """Everybody who waits in it gets an error, here and elsewhere.
+        """Ends the group: whoever waits in a collective of it, here or in another process, gets an error.
 
-        Gloo's own abort wakes nobody. It hangs up when nothing holds its group any more, which others see at once.
+        Gloo's own abort does not interrupt waiting processes. Its connections close once nothing refers to the group,
+        and the other processes see that at once.
         """
         processes, self.processes = self.processes, None
         if processes is not None:
@@ -53,7 +54,7 @@ def listen(host: str, world: int) -> Any:
 
 
 def connect(host: str, port: int, world: int) -> Any:
-    """The store of somebody who listens."""
+    """The store of the process that called `listen`."""
     return distributed.TCPStore(host, port, world, is_master=False, timeout=JOIN)  # type: ignore[reportPrivateImportUsage]
 
 

@@ -1,7 +1,7 @@
-"""The whole weights of a policy, tensor by tensor, though every rank may hold only a part of each; of one with adapters
-these alone, for whoever takes them has the weights below from where the policy has them.
+"""The whole weights of a policy, gathered tensor by tensor where every rank holds only a shard of each.
 
-Nobody ever holds all of them: what was gathered is sent, or written, a bucket at a time.
+Of a policy with adapters the adapters alone: a receiver loads the base weights from the same directory as the policy.
+No rank ever holds all gathered weights: they are sent, or written, a bucket at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.weights.manifest import Manifest, Spec, once
 
 
 def manifest_of(policy: Policy) -> Manifest:
-    """Of the policy as a sampler needs it: whole, in the dtype that it computes in. Adapters by their names in it."""
+    """The tensors that a sampler gets: whole, in the dtype that the policy computes in. Adapters keep their names."""
     manifest = Manifest.of_state(_state_of(policy))
     if not sharded_parts(policy.module):
         return manifest
@@ -59,7 +59,7 @@ def _state_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def gathered_state(policy: Policy, *, keep: bool) -> dict[str, Tensor]:
-    """All of them in the memory of the host, tied ones tied, for a file; every rank has to ask. Empty unless `keep`."""
+    """All of `gathered` in host memory, tied tensors tied; empty unless `keep`. Every rank has to call it."""
     state = {name: tensor.cpu() for name, tensor in gathered(policy) if keep}
     return state | {alias: state[name] for alias, name in manifest_of(policy).tied.items() if keep}
 
@@ -73,7 +73,7 @@ def factors_of(policy: Policy) -> Manifest:
 
 
 def help_to_gather(policy: Policy) -> None:
-    """What a rank does while another one asks for the tensors."""
+    """Takes part in the collectives of `gathered` on a rank that does not need the tensors itself."""
     for _ in gathered(policy):
         pass
 

@@ -35,7 +35,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Tensors in Hugging Face layout, each once. tied: further names of some, -> the name they are listed under."""
+    """Tensors in Hugging Face layout, each once. tied: other name of a tied tensor -> the name it is listed under."""
 
     tensors: dict[str, Spec]
     tied: dict[str, str]
@@ -98,6 +98,6 @@ def weights_of(policy: Policy) -> list[Named]:
 
 
 def once(state: dict[str, Tensor]) -> list[Named]:
-    """Tied tensors under their first name."""
+    """The tensors of a state dict, tied ones only once, under their first name."""
     first = {id(tensor): name for name, tensor in reversed(state.items())}
     return [(name, tensor.detach()) for name, tensor in state.items() if first[id(tensor)] == name]

@@ -124,7 +124,7 @@ class Publisher:
         return apart and has_adapters(self.policy.module)
 
     async def publish(self) -> Published:
-        """From now on the sampler samples from the policy as it is, at its version.
+        """Moves the weights, after which the sampler samples from the policy as it is, at its version.
 
         Raises WeightMismatch naming a tensor that does not fit, and WeightError when the probe differs too much.
         """
@@ -162,7 +162,7 @@ class Publisher:
         """Nothing is left of a transfer."""
 
     def _parts(self) -> list[Part]:
-        """What is to be moved, in this order; compared with what the engine was made for."""
+        """The parts to be moved, in order. Raises WeightMismatch for what the engine was not made for."""
         module = self.policy.module
         if not self.sends_adapters:
             return [self._weights(merged_state(module))]
@@ -189,7 +189,7 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tensors that move together: all weights, or with a rank an adapter."""
+    """Tensors that move together: all weights or, where `rank` (of LoRA) is set, the factors of an adapter."""
 
     tensors: list[tuple[str, Tensor]]
     rank: int = 0
@@ -212,8 +212,10 @@ class Part:
 
 
 async def _beside_the_loop(work: Callable[[], T]) -> T:
-    """So that who asks an engine elsewhere goes on, and what is open there can be broken off. On a thread of its own:
-    those that asyncio has for all may be taken by environments that wait for these weights."""
+    """Runs `work` on a thread of its own, so that the event loop goes on and open requests can be interrupted.
+
+    Not on asyncio's shared threads: environments that wait for these very weights may occupy all of them.
+    """
     thread = ThreadPoolExecutor(1, "weights")
     try:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
@@ -222,12 +224,15 @@ async def _beside_the_loop(work: Callable[[], T]) -> T:
 
 
 async def publish(policy: Policy, sampler: Receiver, **options: Any) -> Published:
-    """Once; see `Publisher`, which also takes the options."""
+    """Publishes once. See `Publisher`, whose options these are."""
     return await Publisher(policy, sampler, **options).publish()
 
 
 def check(manifest: Manifest, wanted: Manifest, sampler: Receiver, adapter: Manifest) -> None:
-    """Against the model that the engine was made for, and against the tensors that the engine has made of it."""
+    """Compares the tensors with those of the engine's model config, and with those that the engine really has.
+
+    Raises WeightMismatch.
+    """
     manifest.check_fits(wanted)
     unknown, missing = sampler.unmatched([*manifest.tensors, *adapter.tensors])
     refuse(
@@ -237,7 +242,7 @@ def check(manifest: Manifest, wanted: Manifest, sampler: Receiver, adapter: Mani
 
 
 def usual_gap(policy: Policy) -> float:
-    """What log-probs of a probe may differ by where no limit is given."""
+    """The default limit for differences between the probe's log-probs: by dtype and device."""
     if policy.dtype is torch.float32 and torch.cuda.is_available():
         return MAX_GAP_ON_GPU
     return MAX_GAP.get(policy.dtype, max(MAX_GAP.values()))
@@ -253,7 +258,7 @@ async def probe(policy: Policy, sampler: Sampler) -> float:
 
 
 def probe_batch(ids: list[int], drawn: Sequence[Sampled]) -> Batch:
-    """What samplers have drawn after `ids`, a segment each."""
+    """A batch with a segment for each continuation that a sampler has drawn after `ids`."""
     trajectories = []
     for number, sampled in enumerate(drawn):
         trajectory = Trajectory(task_id="probe", group_id="probe", episode_id=f"probe {number}")
@@ -264,5 +269,5 @@ def probe_batch(ids: list[int], drawn: Sequence[Sampled]) -> Batch:
 
 
 def probe_prompt(vocabulary: int) -> list[int]:
-    """Ids that mean nothing, the same at every time."""
+    """PROBE_PROMPT ids without meaning, the same in every call."""
     return random.Random(0).choices(range(vocabulary), k=PROBE_PROMPT)

@@ -1,9 +1,9 @@
 """Buckets of weights in memory that other processes of this machine see: CUDA IPC on a GPU, shared memory on a CPU.
 
-Two buffers lie on a shelf. The giver fills one while takers still copy from the other, and fills none before all takers
-have said that they have what lay in it; takers touch none before the giver has said that it is full. Both let their
-device finish before they say so: a line between processes knows nothing of CUDA streams. A bucket that is larger than a
-buffer goes in pieces. What is handed over besides is plain data, and no pickle is read.
+Two buffers (a shelf) are used in turn. The giver fills one while takers still copy from the other. It fills a buffer
+only after all takers have reported that they have copied what was in it, and takers read it only after the giver has
+reported that it is full. Both synchronise their device before they report, because messages between processes know
+nothing of CUDA streams. A bucket larger than a buffer goes in pieces. Messages are plain data; no pickle is read.
 
 Memory of a CPU has no name, and so is gone with the last process that holds it, however that ends.
 """
@@ -40,14 +40,14 @@ class Shelf:
         self.buffers = [self._buffer(device) for _ in range(BUFFERS)]
 
     def tickets(self) -> list[dict[str, Any]]:
-        """What `opened` needs in one other process, for JSON: every process gets tickets of its own, once."""
+        """JSON values with which `opened` maps the buffers in one other process; call it once for every process."""
         if self._files:
             paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._files]
             return [{"file": path, "size": self.size} for path in paths]
         return [{"cuda": _plain(buffer.untyped_storage()._share_cuda_()[1:])} for buffer in self.buffers]
 
     def close(self) -> None:
-        """Nobody can open them any more; who has opened them holds them."""
+        """After this no process can open the buffers any more; a process that has opened them keeps them."""
         self.buffers.clear()
         for file in self._files:
             file.close()
