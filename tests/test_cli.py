@@ -213,6 +213,10 @@ def test_a_damaged_index_is_refused_by_whoever_opens_it(command: Command, tmp_pa
     assert not (tmp_path / "r").exists()
 
 
+def test_a_setting_of_a_served_reward_model_without_a_value_is_refused(command: Command) -> None:
+    assert "expected key=value, got 'squash'" in command("serve-reward", "model", "--set", "squash").refused()
+
+
 # ---------------------------------------------------------------- run directories
 
 

@@ -349,15 +349,16 @@ def serve_reward(
 ) -> None:
     """Serve a reward model over HTTP as OpenRLHF does: POST /get_reward, GET /healthz."""
     from posttrain.config import RewardConfig
+    from posttrain.retrieval.command import nested
     from posttrain.rewards.config import load_reward
     from posttrain.rewards.service import secret
     from posttrain.runs.config_file import parse_config
 
     try:
+        options = nested(settings or ())
         from posttrain.rewards.server import create_app, serve
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         _fail(error)
-    options = dict(setting.split("=", 1) for setting in settings or () if "=" in setting)
     loaded: Any = load_reward(parse_config(RewardConfig, {"name": "model", "options": {"path": model, **options}}))
     token = secret(token_env) or None
     serve(create_app(loaded, token=token), host, port, open_to_all=token is None)

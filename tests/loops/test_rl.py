@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from posttrain.loops import rl
 from posttrain.loops.collect import TooManyInvalid, check_invalid_share
 from posttrain.loops.record import record_rollout
 from posttrain.packing import pack
+from posttrain.rewards.config import RewardConfig
 from posttrain.rewards.functions import RewardError
 from posttrain.runs.checkpoint import CheckpointError
 from posttrain.runs.directory import RunError
@@ -457,6 +459,27 @@ def test_a_run_that_is_being_written_cannot_be_resumed_beside_it(tmp_path: Path)
     run.close()
     with pytest.raises(RunError, match=r"already holds a run.*posttrain resume"):
         rl.start(toy_config(tmp_path))
+
+
+def started_processes() -> set[str]:
+    """Those that this process has started and that still run."""
+    found = set[str]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            found |= {stat.parent.name} if int(parent) == os.getpid() and state != "Z" else set()
+    return found
+
+
+def test_a_run_that_cannot_begin_ends_what_its_rewards_have_started(tmp_path: Path):
+    config = toy_config(tmp_path, tasks=rows(answer="assert True"))
+    config = config.model_copy(update={"reward": RewardConfig(name="code")})  # it tries its sandbox on the rows
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("unique")
+    before = started_processes()
+    with pytest.raises(RunError, match=r"thesis\.txt") as caught:
+        rl.start(config)
+    assert started_processes() <= before, f"while {caught.value!r} and its frames are held"
 
 
 def test_a_finished_run_comes_back_finished(tmp_path: Path):

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -122,20 +122,17 @@ def plan_only(config: RLConfig) -> Plan:
 
 
 def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None, crew: Crew = NOBODY) -> Run:
-    """A new run: reads all data, prints the plan, makes the directory, loads the model."""
-    parts = load_parts(config)
-    plan = plan_of(config, len(parts.train))
-    if on_plan is not None:
-        on_plan(plan)
-    check_room(config, crew.ranks)
-    check_search(parts)
-    directory = RunDirectory.create(config.run.directory, config_yaml(config), plan.render())
-    try:
-        return _assemble(config, directory, parts, plan, checkpoint=None, crew=crew)
-    except BaseException:
-        parts.close()
-        directory.abandon()
-        raise
+    """A new run: reads all data, prints the plan, makes the directory, loads the model.
+
+    Raises the error of the room that finds something wrong; then nothing is left running, and no run in the directory.
+    """
+    with ExitStack() as undo:
+        parts, plan = _prepare(config, on_plan, crew, undo)
+        directory = RunDirectory.create(config.run.directory, config_yaml(config), plan.render())
+        undo.callback(directory.abandon)
+        run = _assemble(config, directory, parts, plan, checkpoint=None, crew=crew)
+        undo.pop_all()
+    return run
 
 
 def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None, crew: Crew = NOBODY) -> Run:
@@ -143,22 +140,30 @@ def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None, crew: C
 
     A run that is finished comes back finished: `Run.finished` says so, and `train` does nothing more.
     """
-    directory = RunDirectory.resume(path)
-    try:
+    with ExitStack() as undo:
+        directory = RunDirectory.resume(path)
+        undo.callback(directory.close)
         config = load_config(RLConfig, directory.config_file)
         latest = _store(config, directory).latest()
-        parts = load_parts(config)
-        plan = plan_of(config, len(parts.train))
-        if on_plan is not None:
-            on_plan(plan)
-        check_room(config, crew.ranks)
-        check_search(parts)
+        parts, plan = _prepare(config, on_plan, crew, undo)
         run = _assemble(config, directory, parts, plan, checkpoint=latest, crew=crew)
         directory.rewind(-1 if latest is None else run.step)  # -1: also the evaluation before the first step
-    except BaseException:
-        directory.close()
-        raise
+        undo.pop_all()
     return run
+
+
+def _prepare(
+    config: RLConfig, on_plan: Callable[[Plan], None] | None, crew: Crew, undo: ExitStack
+) -> tuple[Parts, Plan]:
+    """Everything that can be found wrong before a model loads. undo: closes the parts unless the run comes about."""
+    parts = load_parts(config)
+    undo.callback(parts.close)
+    plan = plan_of(config, len(parts.train))
+    if on_plan is not None:
+        on_plan(plan)
+    check_room(config, crew.ranks)
+    check_search(parts)
+    return parts, plan
 
 
 def config_of(path: Path) -> RLConfig:
