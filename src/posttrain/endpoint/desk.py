@@ -153,8 +153,10 @@ class Desk:
         return self._renderer.stop_ids | (self._form.stop_ids if asked.tools else frozenset())
 
     def _seed(self, context: Context, asked: Asked) -> int:
-        """Of what is continued, and how often it was before: the order in which parallel calls come changes nothing.
-        Who asks for token ids gets the seed that was sent."""
+        """The seed of an answer, made from the ids that it continues and how often the same ids were continued before.
+
+        So the order in which parallel calls arrive changes nothing. A request for token ids has the seed that it sent.
+        """
         if asked.token_ids and asked.seed is not None:
             return asked.seed
         ids = ",".join(map(str, context.ids))
@@ -193,7 +195,7 @@ class Desk:
         return sampled
 
     async def _ask(self, context: Context, params: SamplingParams, seed: int, hear: Hear | None) -> Sampled:
-        """A sampler that tells nothing before it is done is heard when it is done."""
+        """Samples, streaming tokens to `hear` where the sampler can stream; else they are heard with the answer."""
         sampler, named = self._spec.sampler, {"seed": seed, "session": context.session}
         if hear is None or not isinstance(sampler, StreamingSampler):
             return await sampler.sample(context.ids, params, **named)

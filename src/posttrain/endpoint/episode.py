@@ -148,7 +148,7 @@ class AgentEpisode:
             self._fail(failure)
 
     async def answer(self, asked: Asked, tell: Tell | None = None) -> Reply:
-        """What the policy says. Raises Refusal."""
+        """The policy's answer to a request of the agent. Raises Refusal."""
         return await self.desk.answer(asked, tell)
 
     def _fail(self, failure: Exception) -> None:

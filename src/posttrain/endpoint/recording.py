@@ -62,7 +62,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What was sampled for a context, and what is known of it."""
+    """A sampled answer: its tokens, seconds, tool-call records, and whether it trains."""
 
     sampled: Sampled
     seconds: float

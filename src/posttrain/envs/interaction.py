@@ -57,7 +57,7 @@ class CorrectingUser:
     def __init__(
         self,
         *,
-        query: str = "",
+        query: str = "",  # in verl's rows; the prompt holds it already
         ground_truth: str | None = None,  # None: the row's own
         wrong: str = "That is not correct. Think it over and give another answer after ####.",
         attempts: int = 3,

@@ -70,15 +70,15 @@ async def collect(
     earlier = Counter() if earlier is None else earlier
     groups = []
     for place, task in enumerate(tasks, start=earlier.total()):
-        draw = Draw(task, f"{step}/{place}/{task.id}", group_size, first_sample=group_size * earlier[task.id])
-        groups.append(_collect_group(draw, collector, step))
+        group = _Group(task, f"{step}/{place}/{task.id}", group_size, first_sample=group_size * earlier[task.id])
+        groups.append(_collect_group(group, collector, step))
         earlier[task.id] += 1
     return [trajectory for group in await asyncio.gather(*groups) for trajectory in group]
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """One draw of a task from the stream: the group that is rolled out for it."""
+class _Group:
+    """A group to be rolled out, for one draw of a task from the stream."""
 
     task: Task
     group_id: str
@@ -86,16 +86,16 @@ class Draw:
     first_sample: int
 
 
-async def _collect_group(draw: Draw, collector: Collector, step: int) -> list[Trajectory]:
-    task = draw.task
+async def _collect_group(group: _Group, collector: Collector, step: int) -> list[Trajectory]:
+    task = group.task
     trajectories = await rollout_group(
         task,
         collector.spec,
-        group_id=draw.group_id,
-        group_size=draw.group_size,
+        group_id=group.group_id,
+        group_size=group.group_size,
         run_seed=collector.seed,
         step=step,
-        first_sample=draw.first_sample,
+        first_sample=group.first_sample,
     )
     for trajectory in trajectories:
         trajectory.info |= origin_of(task)
@@ -106,7 +106,7 @@ async def _collect_group(draw: Draw, collector: Collector, step: int) -> list[Tr
     for parts, outcome in zip(judged, outcomes, strict=True):
         attach_outcome(parts, outcome, collector.credit)
     if collector.credit.greedy:
-        await _attach_greedy(trajectories, draw, collector, step)
+        await _attach_greedy(trajectories, group, collector, step)
     if collector.on_group is not None:
         collector.on_group()
     return trajectories
@@ -118,19 +118,19 @@ def origin_of(task: Task) -> dict[str, Any]:
     return {"source": task.source, **env, **({"extra": dict(task.extra)} if task.extra else {})}
 
 
-async def _attach_greedy(trajectories: Sequence[Trajectory], draw: Draw, collector: Collector, step: int) -> None:
+async def _attach_greedy(trajectories: Sequence[Trajectory], group: _Group, collector: Collector, step: int) -> None:
     """Rolls out one more episode of the task at temperature 0, the baseline of ReMax.
 
     Its return goes to every token of the group as the stream `greedy_returns`; NaN where it could not be judged.
     """
     greedy = replace(collector.spec, params=replace(collector.spec.params, temperature=0.0))
     found = await rollout_group(
-        draw.task, greedy, group_id=f"{draw.group_id}/greedy", group_size=1, run_seed=collector.seed, step=step
+        group.task, greedy, group_id=f"{group.group_id}/greedy", group_size=1, run_seed=collector.seed, step=step
     )
     earned = math.nan
     if not isinstance(found[-1].outcome, Invalid):
         episode = episode_of(found, collector.spec.renderer)
-        (outcome,) = await score_group(collector.rewards[draw.task.reward], [episode], draw.task)
+        (outcome,) = await score_group(collector.rewards[group.task.reward], [episode], group.task)
         attach_outcome(found, outcome, collector.credit)
         if isinstance(outcome, Score):
             earned = sum(reward for t in found for reward in t.rewards or ())

@@ -193,7 +193,7 @@ def _light(file: Path) -> list[dict[str, Any]]:
 
 
 def _test(bounds: str | None) -> Callable[[float | None], bool]:
-    """Of a reward."""
+    """A test for rewards within `bounds`; without bounds all pass. Raises ConfigError for bounds that are none."""
     if bounds is None:
         return lambda reward: True
     made: list[tuple[Callable[[float, float], bool], float]] = []

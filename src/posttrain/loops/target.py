@@ -79,7 +79,8 @@ def find_target(
 
 
 def _model_key(named: str) -> tuple[str, str]:
-    """The key that takes what lies there, and where: a model, or an adapter without one (of a checkpoint, too)."""
+    """(config key, its value) for what `named` is: model.lora.path for an adapter folder, or a checkpoint that holds
+    one; model.path for anything else."""
     place = Path(named)
     if not (place / "config.json").is_file():
         for folder in (place, place / ADAPTER):

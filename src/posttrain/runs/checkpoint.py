@@ -157,7 +157,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def best_of(checkpoints: list[Checkpoint], keep_best: KeepBest | None) -> Checkpoint | None:
-    """None when nothing was measured, or nothing is to be compared."""
+    """The checkpoint with the best metric; None when none was measured, or `keep_best` is None."""
     measured = [(c.metric, -c.step, c) for c in checkpoints if c.metric is not None]
     if keep_best is None or not measured:
         return None

@@ -89,7 +89,7 @@ class RunDirectory:
                 file.unlink()
 
     def sync(self) -> None:
-        """What was written so far is on the disk; called before a checkpoint is committed."""
+        """Flushes everything written so far to the disk; called before a checkpoint is committed."""
         self.metrics.sync()
         self.timing.sync()
         sync_file(self.trajectories)  # the folder: its files were synced one by one

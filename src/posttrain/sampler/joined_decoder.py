@@ -165,13 +165,14 @@ def rotary_of(decoder: Any) -> tuple[Tensor, float]:
 
 
 def turns_move(decoder: Any) -> bool:
-    """Whether frequencies change with the longest sequence, which is asked of the device: no graph can hold that."""
+    """Whether rotary frequencies depend on the longest sequence. They are then read from the device in every forward,
+    which no CUDA graph can hold."""
     kinds = str(getattr(getattr(decoder, "rotary_emb", None), "rope_type", ""))  # of each kind of layers, for some
     return any(kind in kinds for kind in MOVING)
 
 
 def _turns_alike(decoder: Any) -> bool:
-    """Whether kernels can have half a head, a power of two, and positions turn by frequencies that never change."""
+    """Whether the rotary kernels serve this model: half a head is a power of two, and frequencies never change."""
     from posttrain.sampler import cuda_layer  # Triton comes with torch's builds for CUDA only
 
     size = decoder.layers[0].self_attn.head_dim
@@ -227,7 +228,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor, of which they are parts from now on, with the same values."""
+    """Concatenates parameters into one tensor and makes each a view of it, with the same values as before."""
     if len(parameters) == 1:
         return parameters[0].detach()
     with torch.inference_mode(False), torch.no_grad():

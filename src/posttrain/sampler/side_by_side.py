@@ -17,7 +17,7 @@ from posttrain.sampler.requests import Request
 
 
 class Track:
-    """One engine, and who may touch it: the caller's thread while it rests, a thread of the pool while it runs.
+    """One engine and its thread. While it rests the caller's thread may touch it, while it runs only a pool thread.
 
     `start`, `take`, `do` and `stop` are for one thread, the caller's.
     """

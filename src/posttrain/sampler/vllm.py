@@ -285,7 +285,7 @@ class VllmSampler:
         return self._thread.submit(work).result()
 
     def _advance(self) -> list[tuple[str, Request]]:
-        """One step; the requests that it ended."""
+        """Runs one engine step and returns the requests that it ended."""
         self._obey()
         if not self._in_engine:
             return []
@@ -318,7 +318,7 @@ class VllmSampler:
             self._engine.abort_request(known)
 
     def _read(self, output: Any) -> tuple[str, Request] | None:
-        """Appends what is new; (name, request) when that ends the turn."""
+        """Appends the new tokens of an output to its request; returns (name, request) when that ends the turn."""
         name = output.request_id
         running = self._in_engine.get(name)
         if running is None:
@@ -406,7 +406,10 @@ def transformers_config(policy: Policy) -> Any:
 def across_workers(
     names: Sequence[str], answers: Sequence[tuple[Sequence[str], Sequence[str]]]
 ) -> tuple[list[str], list[str]]:
-    """What no worker has a place for, and what any of them needs: with pipeline parallelism each has some layers."""
+    """(names that no worker has a tensor for, tensors that some worker needs and that are not among the names)
+
+    With pipeline parallelism every worker has some of the layers, so a name is unknown only if all say so.
+    """
     unknown = set(names).intersection(*(answer[0] for answer in answers))
     missing = dict.fromkeys(name for answer in answers for name in answer[1])
     return [name for name in names if name in unknown], list(missing)

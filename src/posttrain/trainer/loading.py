@@ -160,8 +160,10 @@ def _load(auto_class: Any, path: str | Path, device: torch.device, dtype: torch.
 
 
 def own_memory(module: nn.Module) -> nn.Module:
-    """Copies weights that lie in a mapped file, at whatever address: then kernels see the same alignment in every
-    process, and the file may change or go."""
+    """Copies CPU weights out of the memory-mapped file that they were loaded from.
+
+    Kernels then see the same alignment in every process, and the file may change or be deleted.
+    """
     if next(module.parameters()).device.type == "cpu":
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = tensor.data.clone()
@@ -170,7 +172,7 @@ def own_memory(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Transformers draws bars for reading and writing weights, across whatever display is running."""
+    """A context without transformers' progress bars for weight files, which would spoil a display that is running."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -104,7 +104,7 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """What trains, by name."""
+    """The trained parameters, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 

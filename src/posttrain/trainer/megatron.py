@@ -141,7 +141,7 @@ class MegatronDecoder(nn.Module):
 
     @contextmanager
     def _at_hand(self, value: Tensor) -> Iterator[None]:
-        """While it lasts, a parameter of the module has its whole weight; every rank has to ask. Others have theirs."""
+        """A context in which a parameter of the module holds its whole weight; every rank has to enter it."""
         piece = self.pieces.get(id(value))
         if piece is None:
             yield

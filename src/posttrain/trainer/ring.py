@@ -70,8 +70,11 @@ class _Passing:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of R rows what decides who sees whom. A piece is a stretch of tokens: a segment, a prefix that several segments
-    share, or what such a segment goes on with. Rows of no token are pieces of their own."""
+    """For R rows, what decides which of them attend to each other.
+
+    A piece is a run of tokens: a whole segment, a prefix that several segments share, or the rest of such a segment.
+    Padding rows are pieces of their own.
+    """
 
     piece: Tensor  # [R] long
     before: Tensor  # [R] long: the piece that stands before it; NO_PIECE where none does
@@ -131,7 +134,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """All that one window needs: what is to be computed when each block is at hand, this rank's own first."""
+    """The plan of attention with one window size: the tiles to compute for each block of keys and values.
+
+    Blocks are in the order in which they come round, this rank's own first.
+    """
 
     ring: Ring
     own: Rows

@@ -86,7 +86,7 @@ def team_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Ranks with neighbouring parts of a vocabulary, and which of its tokens this one has."""
+    """The ranks that divide a vocabulary into consecutive parts, and which part this rank has."""
 
     group: Any
     first: int

@@ -105,7 +105,7 @@ class ZeroOptimizer(Stepper):
         return result
 
     def _state_of(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Gathered, one after the other."""
+        """(key, whole tensor) of the state of one parameter; a collective, so every rank has to read all of it."""
         parameter, read = self.named[name], self._deepspeed.utils
         if self._mastered:
             yield MASTER, read.safe_get_full_fp32_param(parameter)
@@ -130,7 +130,7 @@ class ZeroOptimizer(Stepper):
             self._set_share(parameter, key, value)
 
     def _set_share(self, parameter: Any, key: str, value: Tensor) -> None:
-        """The engine's own division of a whole value fails on one that does not divide evenly."""
+        """Sets this rank's share of a padded value; DeepSpeed's own way fails where the size does not divide evenly."""
         size = parameter.ds_tensor.numel()
         padded = nn.functional.pad(value.flatten(), (0, size * self._ranks.size - value.numel()))
         share = padded[self._ranks.rank * size :][:size]
@@ -140,7 +140,7 @@ class ZeroOptimizer(Stepper):
             self._deepspeed.utils.safe_set_local_optimizer_state(parameter, share, key)
 
     def _make_moments(self) -> None:
-        """At once, and not at the first step: the engine would link those of the first decay group only."""
+        """Makes the moments before the first step: DeepSpeed would otherwise link those of the first group only."""
         zero = self._engine.optimizer
         masters = zero.single_partition_of_fp32_groups if self._stage == 2 else zero.fp32_partitioned_groups_flat
         for master in masters:
@@ -151,7 +151,7 @@ class ZeroOptimizer(Stepper):
 
 
 class _Room(nn.Module):
-    """What the engine takes for the model: its forward is whatever is to be computed with the weights at hand."""
+    """The module that DeepSpeed wraps; its forward calls the given function, with the weights gathered."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
