@@ -107,7 +107,7 @@ def _to_keys(sgemm, scores, block, keys, head, parts, alpha):
 
 
 @compiled
-def _seen(place, how, parts, i):
+def _seen(place, how, i):
     """Of a block's keys, those that its i-th query sees: (first, last)."""
     segment, _, first, _ = place
     end = segment[1] + first + i + 1  # counted from the beginning of the prefix
@@ -126,7 +126,7 @@ def _attend_block(sgemm, qkv, place, how, scratch, out):
     _gather(qkv[0], place, each, width, block)
     _by_keys(sgemm, (block.ctypes.data, count, width), qkv[1], head, parts, table, how[2] * LOG2_E)
     for i in range(count):
-        seen = _seen(place, how, parts, i // each)
+        seen = _seen(place, how, i // each)
         row = segment[2] + first + i // each
         out[1][row, head * each + i % each] = _exponentials(scores[i * keys : (i + 1) * keys], seen, scratch[4], i)
     _of_keys(sgemm, table, qkv[2], head, parts, (sums.ctypes.data, count, value_width), ONE)
@@ -174,7 +174,7 @@ def _backward_block(sgemm, qkv, place, how, scratch, outs, grads):
     for i in range(count):
         log_sum = outs[0][1][segment[2] + first + i // each, head * each + i % each]
         span = slice(i * keys, (i + 1) * keys)
-        _score_gradient(scores[span], d_scores[span], _seen(place, how, parts, i // each), log_sum, along[i])
+        _score_gradient(scores[span], d_scores[span], _seen(place, how, i // each), log_sum, along[i])
     _to_keys(sgemm, table, d_outs, grads[2], head, parts, ONE)
     _to_keys(sgemm, d_table, queries, grads[1], head, parts, how[2])
     _of_keys(sgemm, d_table, qkv[1], head, parts, queries, how[2])
