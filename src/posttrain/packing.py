@@ -56,7 +56,7 @@ class Batch:
         return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> Batch:
-        """copy: also where it is there already."""
+        """The batch with all tensors on `device`. copy: new tensors even where they are on it already."""
         return _map_token_tensors(self, lambda tensor: tensor.to(device, copy=copy), self.lengths)
 
 
@@ -102,7 +102,7 @@ def _joined(lists: Iterable[Iterable[float]], dtype: type[np.number[Any]]) -> Te
 def _sampled(
     lists: Iterable[Sequence[Any]], mask: np.ndarray[Any, Any], dtype: type[np.number[Any]], elsewhere: float
 ) -> Tensor:
-    """The same of lists of which nothing is read but what lies under the mask [T]."""
+    """As `_joined`, but values are read only where the mask [T] is True; `elsewhere` stands at the other tokens."""
     values = np.full(len(mask), elsewhere, dtype)
     values[mask] = np.fromiter(compress(chain.from_iterable(lists), mask.tobytes()), dtype)
     return torch.as_tensor(values)
@@ -135,7 +135,7 @@ def select(batch: Batch, segments: Sequence[int]) -> Batch:
 
 
 def _cut_out(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """A view where it is one span."""
+    """The spans of a [T] tensor, concatenated; a single span is a view of it."""
     pieces = [tensor[start:end] for start, end in spans]
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
@@ -163,7 +163,7 @@ class Family:
     prefix: int
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Computed when the prefix is computed once."""
+        """How many tokens are computed when the prefix is computed once."""
         return sum(lengths[s] for s in self.segments) - (len(self.segments) - 1) * self.prefix
 
 

@@ -54,13 +54,19 @@ class Limits(BaseModel):
 
 
 class Played(Protocol):
-    """One episode in the making. `finished` is asked once, after `play` has ended or `give_up` was called."""
+    """An episode that is being played: by an env (`_EpisodeRun`), or by an agent (`posttrain.endpoint`)."""
 
-    async def play(self) -> None: ...
+    async def play(self) -> None:
+        """Plays to the end or to the first failure; raises only for broken contracts and on cancellation."""
+        ...
 
-    def give_up(self, reason: str, detail: str) -> None: ...
+    def give_up(self, reason: str, detail: str) -> None:
+        """Makes the episode `Invalid(reason, detail)` from outside, after `play` was cancelled."""
+        ...
 
-    def finished(self) -> list[Trajectory]: ...
+    def finished(self) -> list[Trajectory]:
+        """The trajectories; called once, after `play` has ended or `give_up` was called."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

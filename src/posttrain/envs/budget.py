@@ -16,7 +16,7 @@ CHARS_PER_TOKEN = 64  # text beyond this many characters per token of budget is 
 
 
 class TextCodec(Protocol):
-    """What envs and rollouts ask of posttrain.chat.Renderer."""
+    """What envs and rollouts use of `posttrain.chat.Renderer`, whose methods of these names say what they do."""
 
     @property
     def stop_ids(self) -> frozenset[int]: ...

@@ -83,9 +83,13 @@ class Env(Protocol):
     stop_strings: tuple[str, ...]  # the policy's turn ends at the first of these
     max_turns: int  # policy turns
 
-    async def reset(self, task: Task) -> Observation: ...
+    async def reset(self, task: Task) -> Observation:
+        """Begins the episode. What it returns is shown after the task's prompt (or instead of it: `history`)."""
+        ...
 
-    async def step(self, action: Action) -> Step: ...
+    async def step(self, action: Action) -> Step:
+        """Answers one policy turn; called at most `max_turns` times, unless turns go on (see `Step`)."""
+        ...
 
     async def close(self) -> None:
         """Frees what the env holds; called once, whatever happened."""

@@ -25,7 +25,10 @@ CONSOLE_KEYS = (
 
 
 class Sink(Protocol):
-    """Takes the row of a step. `first_step` of a resumed run: rows from there on replace what was shown before."""
+    """A place to which the metric rows of a run are written.
+
+    Its factory is told `first_step`: in a resumed run, rows from that step on replace those written before.
+    """
 
     def write(self, step: int, row: Mapping[str, float]) -> None: ...
 

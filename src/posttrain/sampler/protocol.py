@@ -70,7 +70,12 @@ class Sampler(Protocol):
 
     async def sample(
         self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
-    ) -> Sampled: ...
+    ) -> Sampled:
+        """Continues `ids` by one turn: at least one token, at most `params.max_new_tokens`.
+
+        Many calls run at the same time. When the caller is cancelled, the sampling is given up.
+        """
+        ...
 
     def release(self, session: str) -> None:
         """The episode is over: what was cached for it may go."""

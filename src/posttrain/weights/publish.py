@@ -44,7 +44,11 @@ class WeightError(RuntimeError):
 
 
 class Receiver(Sampler, Protocol):
-    """A sampler with weights of its own."""
+    """A sampler with weights of its own.
+
+    Every `load` brings all tensors, in Hugging Face layout, and sets `version` to that of the policy; open requests go
+    on with the new weights, and caches of the old ones are dropped. in_one_process: its only worker is this process.
+    """
 
     in_one_process: bool
     dtype: torch.dtype
@@ -54,19 +58,30 @@ class Receiver(Sampler, Protocol):
         """The transformers config that its model was made of."""
         ...
 
-    def unmatched(self, names: Sequence[str]) -> tuple[list[str], list[str]]: ...
+    def unmatched(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """(names without a tensor in the engine, tensors of the engine without a name)"""
+        ...
 
-    def load(self, tensors: Sequence[tuple[str, Tensor]], version: int) -> None: ...
+    def load(self, tensors: Sequence[tuple[str, Tensor]], version: int) -> None:
+        """From the memory of this process."""
+        ...
 
-    def load_files(self, folder: str, version: int) -> None: ...
+    def load_files(self, folder: str, version: int) -> None:
+        """From safetensors in a folder that the engine can read."""
+        ...
 
-    def load_broadcast(self, tensors: Sequence[tuple[str, Tensor]], version: int) -> None: ...
+    def load_broadcast(self, tensors: Sequence[tuple[str, Tensor]], version: int) -> None:
+        """By broadcasts from this process to all workers of the engine."""
+        ...
 
 
 @runtime_checkable
 class AdapterReceiver(Receiver, Protocol):
-    """One that may take adapters apart from the base: with `rank` its `load`s bring the factors of an adapter of that
-    rank (`load_files` a folder of peft's), which is used until the next one comes, or other weights."""
+    """A receiver that can take LoRA adapters without the base weights.
+
+    With `rank` a `load` brings the factors of an adapter of that rank (`load_files`: from a folder in peft's layout).
+    The adapter is used until the next one, or new base weights, are loaded.
+    """
 
     takes_adapters: bool
 
