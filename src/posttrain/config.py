@@ -104,7 +104,9 @@ class RunConfig(Section):
     max_invalid_share: float = Field(
         default=0.5, ge=0, le=1, description="of a step's episodes; beyond it the run stops"
     )
-    sinks: tuple[str, ...] = Field(default=("console",), description="console, tensorboard, wandb")
+    sinks: tuple[str, ...] = Field(
+        default=("console",), description="console, tensorboard, wandb, or your own by its location"
+    )
 
     @field_validator("sinks")
     @classmethod

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.runs.config_file import ConfigError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import METRICS, MetricError, Metrics, dictionary_markdown, lookup, split_timing
-from posttrain.runs.sinks import SINKS, Sinks
+from posttrain.runs.sinks import PACKAGES, Sinks, check_sinks
 
 
 def test_p124_mean_reward_is_per_episode_not_per_row():
@@ -131,13 +132,25 @@ def test_console_and_tensorboard_show_the_rows(tmp_path: Path, capsys):
         assert any("tfevents" in path.name for path in (run.path / "tensorboard").iterdir())
 
 
-def test_a_sink_whose_package_is_absent_says_what_to_install(tmp_path: Path, monkeypatch):
-    def absent(run, first_step):
-        raise ModuleNotFoundError("No module named 'wandb'")
+def test_a_sink_whose_package_is_absent_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(PACKAGES, "a_package_of_nobody", "pip install it")
+    check_sinks(("console",))
+    with pytest.raises(ConfigError, match=r"run.sinks names a_package_of_nobody, .*: pip install it"):
+        check_sinks(("console", "a_package_of_nobody"))
 
-    monkeypatch.setitem(SINKS, "wandb", absent)
-    with (
-        RunDirectory.create(tmp_path / "a", "run: {}", "") as run,
-        pytest.raises(ImportError, match=r"run.sinks names 'wandb', which needs: pip install wandb"),
-    ):
-        Sinks(run, ("wandb",))
+
+def test_a_sink_of_the_users_own_is_given_the_rows(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, run, first_step):\n"
+        "        self.file = open(run.path / f'mine-{first_step}.txt', 'w')\n"
+        "    def write(self, step, row):\n"
+        "        self.file.write(f'{step} {row}')\n"
+        "    def close(self):\n"
+        "        self.file.close()\n"
+    )
+    with RunDirectory.create(tmp_path / "a", "run: {}", "") as run:
+        sinks = Sinks(run, (f"{tmp_path / 'mine.py'}:Mine",), first_step=2)
+        sinks.write(2, {"reward/mean": 0.5})
+        sinks.close()
+        assert (run.path / "mine-2.txt").read_text() == "2 {'reward/mean': 0.5}"

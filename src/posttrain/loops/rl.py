@@ -57,7 +57,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import Metrics
 from posttrain.runs.plan import Plan
 from posttrain.runs.rng import rng_state, set_rng_state
-from posttrain.runs.sinks import Sinks
+from posttrain.runs.sinks import Sinks, check_sinks
 from posttrain.runs.trajectories import write_trajectories
 from posttrain.sampler.native import NativeSampler
 from posttrain.trajectory import Trajectory
@@ -161,6 +161,7 @@ def _prepare(
     plan = plan_of(config, len(parts.train))
     if on_plan is not None:
         on_plan(plan)
+    check_sinks(config.run.sinks)
     check_room(config, crew.ranks)
     check_search(parts)
     return parts, plan

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 
+from posttrain.runs.config_file import ConfigError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import split_timing
+from posttrain.runs.plugins import resolve
 
 CONSOLE_KEYS = (
     "reward/mean",
@@ -103,14 +106,25 @@ SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
 }
-EXTRAS = {"tensorboard": "pip install 'posttrain[viewer]'", "wandb": "pip install wandb"}
+PACKAGES = {"tensorboard": "pip install 'posttrain[viewer]'", "wandb": "pip install wandb"}  # that a sink imports
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raises ConfigError for a sink whose package is not installed; to be called before a model loads."""
+    for name in names:
+        if name in PACKAGES and find_spec(name) is None:
+            raise ConfigError([f"run.sinks names {name}, which is not installed: {PACKAGES[name]}, or leave it out"])
 
 
 class Sinks:
-    """The JSON files and the chosen sinks, written one after another."""
+    """The JSON files and the chosen sinks, written one after another.
+
+    names: of SINKS, or "pkg.mod:fn" or "path.py:fn" for a function of (run directory, first step) that makes a `Sink`.
+    """
 
     def __init__(self, run: RunDirectory, names: tuple[str, ...], first_step: int = 0) -> None:
-        self._sinks: list[Sink] = [JsonSink(run), *(_open(name, run, first_step) for name in names)]
+        chosen = [resolve(SINKS, name, "sink")(run, first_step) for name in names]
+        self._sinks: list[Sink] = [JsonSink(run), *chosen]
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         for sink in self._sinks:
@@ -119,13 +133,6 @@ class Sinks:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
-
-
-def _open(name: str, run: RunDirectory, first_step: int) -> Sink:
-    try:
-        return SINKS[name](run, first_step)
-    except ImportError as error:
-        raise ImportError(f"run.sinks names {name!r}, which needs: {EXTRAS.get(name, name)} ({error})") from error
 
 
 def _short(value: float) -> str:
