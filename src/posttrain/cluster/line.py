@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -20,9 +22,11 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+log = logging.getLogger("posttrain")
 Result = TypeVar("Result")
 BEAT_SECONDS = 1.0
 SECONDS = 60.0  # for a rank that is there already to call
+HELLO_SECONDS, HELLO_BYTES = 10.0, 1 << 12  # for whoever calls to say who it is; others wait meanwhile
 
 
 class RankLost(RuntimeError):
@@ -59,10 +63,10 @@ class Line:
         except OSError as error:
             raise RankLost(f"{self} is gone ({error})") from error
 
-    def receive(self) -> dict[str, Any] | None:
-        """The next message; None when the other end is closed."""
+    def receive(self, most: int = -1) -> dict[str, Any] | None:
+        """The next message; None when the other end is closed, and for one of more than `most` bytes."""
         try:
-            read = self._read.readline()
+            read = self._read.readline(most)
             return json.loads(read) if read.endswith(b"\n") else None
         except (OSError, ValueError):
             return None
@@ -124,8 +128,9 @@ class Exchange:
     def __init__(self, host: str, port: int = 0, secret: str | None = None) -> None:
         """port: 0 takes a free one. secret: None makes one."""
         local = host in ("localhost", "127.0.0.1", "::1")
-        self._server = socket.create_server(("127.0.0.1" if local else "", port))
+        self._server = _listening("127.0.0.1" if local else host, port)
         self._server.settimeout(SECONDS)
+        self._closed = False
         self.address = ("127.0.0.1" if local else host, int(self._server.getsockname()[1]))
         self.secret = secrets.token_hex(16) if secret is None else secret
 
@@ -152,29 +157,43 @@ class Exchange:
                     connection, _ = self._server.accept()
                 except TimeoutError:
                     continue
-                except OSError:  # closed
-                    return
+                except OSError as error:
+                    if self._closed:
+                        return
+                    log.warning("no %s can call just now (%s)", kind, error)  # too many open files, for instance
+                    time.sleep(BEAT_SECONDS)
+                    continue
                 if (line := self._admitted(connection, kind)) is not None:
                     hear(line)
 
         threading.Thread(target=work, name=f"calls of a {kind}", daemon=True).start()
 
     def close(self) -> None:
+        self._closed = True
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # who waits in `accept` wakes up
         self._server.close()
 
     def _admitted(self, connection: socket.socket, kind: str) -> Line | None:
         """None for who does not know the secret."""
-        connection.settimeout(SECONDS)
+        connection.settimeout(HELLO_SECONDS)
         line = Line(connection, -1, kind)
-        said = line.receive() or {}
+        said = line.receive(HELLO_BYTES) or {}
         if not hmac.compare_digest(str(said.get("secret")), self.secret):
             line.close()
             return None
         connection.settimeout(None)
         line.rank, line.said = int(said["rank"]), said
         return line
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """At this address alone, if it is one of this machine's. A name may lead elsewhere here than on other machines, and
+    an address may be that of a gateway: then at all."""
+    if re.fullmatch(r"[\d.]+", host):
+        with suppress(OSError):
+            return socket.create_server((host, port))
+    return socket.create_server(("", port))
 
 
 def machine() -> str:

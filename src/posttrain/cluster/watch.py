@@ -7,9 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from posttrain.cluster.beside import wish
-from posttrain.cluster.line import Line
+from posttrain.cluster.line import Line, on_a_thread
 from posttrain.cluster.pool import Pool
 from posttrain.config import ClusterConfig
 
@@ -45,7 +46,8 @@ class Watch:
         limit = self._settings.heartbeat_seconds
         for member in [] if self._pool is None else self._pool.members():
             if self._pool is not None and now - member.line.heard > limit:
-                self._pool.lose(member, _silence(member.line, now, limit))
+                # on another thread: what it had to do is sent to others, and one of these may hang, too
+                on_a_thread(partial(self._pool.lose, member, _silence(member.line, now, limit)))
         for line in self._ranks:
             if now - line.heard > limit and line.rank not in self._named:
                 self._named.add(line.rank)
@@ -77,8 +79,11 @@ class Watch:
         return max([self.ordered[1], *(line.moved for line in lines)])
 
     def _work(self) -> None:
-        while not self._over.wait(min(1.0, self._settings.heartbeat_seconds / 4)):
-            self.look(time.monotonic())
+        limit, looked = self._settings.heartbeat_seconds, time.monotonic()
+        while not self._over.wait(min(1.0, limit / 4)):
+            before, looked = looked, time.monotonic()
+            if looked - before < limit / 2:  # else this process stood still, and has signs of life yet to read
+                self.look(looked)
 
 
 def _silence(line: Line, now: float, limit: float) -> str:

@@ -1,0 +1,293 @@
+"""What may break between two steps of a protocol: real sockets and processes, and models only where these matter."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing.connection
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.apart import MODEL, Processes
+from forked import server
+from loops.toy import toy_config
+from posttrain.cluster.asking import PoolSampler
+from posttrain.cluster.beside import SECRET, Wish, calls_at
+from posttrain.cluster.crew import weights_folder
+from posttrain.cluster.launch import free_port
+from posttrain.cluster.line import HELLO_BYTES, Exchange, Line
+from posttrain.cluster.pool import Pool
+from posttrain.cluster.seat import Seat
+from posttrain.cluster.taking import Taking
+from posttrain.cluster.watch import Watch
+from posttrain.config import ClusterConfig, SamplerConfig
+from posttrain.sampler.protocol import SamplingParams
+from posttrain.trainer.policy import Policy
+from posttrain.weights.buckets import listen, open_group, send
+from posttrain.weights.gather import as_json, manifest_of
+from posttrain.weights.shared import NotShared, Shelf
+
+SECONDS = 60
+
+
+def until(found: Callable[[], object]) -> None:
+    ends = time.monotonic() + SECONDS
+    while not found():
+        assert time.monotonic() < ends, "it did not happen"
+        time.sleep(0.01)
+
+
+@contextmanager
+def called(count: int) -> Iterator[tuple[Pool, list[Line]]]:
+    """A pool of so many members, and their ends of the lines."""
+    exchange = Exchange("127.0.0.1")
+    pool = Pool(exchange, ClusterConfig(samplers=count), lambda line: None)
+    exchange.keep_answering("sampler", pool.admit)
+    lines = [Line.call(exchange.address, exchange.secret, number) for number in range(count)]
+    try:
+        until(lambda: len(pool.members()) == count)
+        yield pool, lines
+    finally:
+        for line in lines:
+            line.close()
+        pool.close()
+
+
+def test_two_samplers_that_hang_at_once_are_both_lost():
+    """What the first had is sent to the second, which reads nothing either. The watch must not wait for that, or nobody
+    would ever find that the second hangs."""
+    with called(2) as (pool, _):
+        sampler, watch = PoolSampler(pool), Watch(pool.settings, (), pool)
+        first, second = pool.members()
+        sampler.serve(first)
+        asking = threading.Thread(target=lambda: asyncio.run(asked_in_vain(sampler)))
+        asking.start()
+        until(lambda: "sampler 0" in sampler.waiting())
+        sampler.serve(second)
+        full = {"do": "sample", "ids": "x" * (1 << 26)}  # more than the kernel keeps
+        filling = threading.Thread(target=pool.tell, args=(second, full))
+        filling.start()
+        looking = threading.Thread(target=watch.look, args=(time.monotonic() + 1000,), daemon=True)
+        looking.start()
+        until(lambda: not pool.members())
+        looking.join()
+        filling.join()
+        until(lambda: "" in sampler.waiting())
+        sampler.fail(RuntimeError("over"))
+        asking.join()
+
+
+async def asked_in_vain(sampler: PoolSampler) -> None:
+    with pytest.raises(RuntimeError, match="over"):
+        await sampler.sample([1], SamplingParams(max_new_tokens=1), seed=0)
+
+
+def watching(told: multiprocessing.connection.Connection) -> None:
+    """Rank 0, in a process that is stopped for longer than the limit."""
+    exchange = Exchange("127.0.0.1")
+    pool = Pool(exchange, ClusterConfig(samplers=4, heartbeat_seconds=4), lambda line: None)
+    exchange.keep_answering("sampler", pool.admit)
+    told.send((exchange.address, exchange.secret))
+    until(lambda: len(pool.members()) == 4)
+    watch = Watch(pool.settings, (), pool)
+    watch.start()
+    told.send("watches")
+    assert told.recv() == "goes on"
+    time.sleep(2.5)  # two looks
+    told.send(len(pool.members()))
+    watch.stop()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no such signal")
+def test_who_stood_still_itself_does_not_take_others_for_silent():
+    here, there = server().Pipe()
+    process = server().Process(target=watching, args=(there,))
+    process.start()
+    address, secret = here.recv()
+    lines = [Line.call(address, secret, number) for number in range(4)]
+    for line in lines:
+        line.beat()
+    assert here.recv() == "watches"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(5)  # longer than the limit
+    os.kill(process.pid, signal.SIGCONT)
+    here.send("goes on")
+    assert here.recv() == 4
+    process.join(SECONDS)
+    assert process.exitcode == 0
+    for line in lines:
+        line.close()
+
+
+def test_who_cannot_be_answered_for_want_of_files_is_answered_later(caplog: pytest.LogCaptureFixture):
+    exchange, admitted = Exchange("127.0.0.1"), list[Line]()
+    exchange.keep_answering("sampler", admitted.append)
+    caller = socket.socket()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (caller.fileno() + 1, hard))
+    try:
+        caller.connect(exchange.address)
+        until(lambda: "no sampler can call just now" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    line = Line(caller, 0)
+    line.send({"secret": exchange.secret, "rank": 5})
+    until(lambda: [one.rank for one in admitted] == [5])
+    exchange.close()
+    for one in (line, *admitted):
+        one.close()
+
+
+def test_a_caller_who_says_too_much_at_once_is_a_stranger():
+    exchange, admitted = Exchange("127.0.0.1"), list[Line]()
+    exchange.keep_answering("sampler", admitted.append)
+    stranger = Line(socket.create_connection(exchange.address), 0)
+    stranger.send({"secret": exchange.secret, "rank": 1, "more": "x" * HELLO_BYTES})
+    assert stranger.receive() is None
+    known = Line.call(exchange.address, exchange.secret, 2)
+    until(lambda: [one.rank for one in admitted] == [2])
+    exchange.close()
+    for one in (stranger, known, *admitted):
+        one.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine there")
+def test_only_the_address_that_others_call_is_listened_at():
+    for host, elsewhere in (("127.0.0.2", "127.0.0.3"), ("127.0.0.1", "127.0.0.2"), ("localhost", "127.0.0.2")):
+        exchange = Exchange(host)
+        socket.create_connection(exchange.address).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((elsewhere, exchange.address[1]))
+        exchange.close()
+    everywhere = Exchange("192.0.2.77")  # of a gateway, for instance
+    socket.create_connection(("127.0.0.1", everywhere.address[1])).close()
+    everywhere.close()
+
+
+def test_a_sampler_that_loads_its_model_when_the_run_ends_has_not_failed(tmp_path: Path):
+    """Rank 0 says stop and hangs up at once. A status of 1 would end the launch as a failure."""
+    exchange, admitted = Exchange("127.0.0.1"), list[Line]()
+    exchange.keep_answering("sampler", admitted.append)
+    processes = Processes(tmp_path, exchange.address, exchange.secret, 1)
+    until(lambda: admitted)
+    manifest = as_json(manifest_of(Policy.from_config(MODEL)))
+    options = {"model": MODEL.model_dump(mode="json"), "sampler": SamplerConfig().model_dump(mode="json"), "engines": 1}
+    (line,) = admitted
+    line.send({"do": "begin", **options, "manifest": manifest})
+    line.send({"do": "stop"})
+    line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nothing can be sent here
+    line.close()
+    processes.running[0].join(SECONDS)
+    assert processes.running[0].exitcode == 0, (tmp_path / "sampler0").read_text()
+    processes.end()
+    exchange.close()
+
+
+class Takes:
+    """An engine without a model; `fails` when the first tensor is there."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for _ in tensors:
+            if self.fails:
+                raise RuntimeError("out of memory")
+
+
+def test_a_sampler_that_cannot_load_what_it_receives_keeps_nobody_waiting(pair_of_lines: tuple[Line, Line]):
+    """It leaves the process group, where rank 0 would send on until its patience of minutes is over."""
+    store, failures = listen("127.0.0.1", 2), list[str]()
+    meet = {"host": "127.0.0.1", "port": store.port, "world": 2, "backend": "gloo", "rank": 1}
+    taking: Any = Taking(Takes(fails=True), pair_of_lines[0])  # type: ignore[arg-type]
+
+    def take() -> None:
+        try:
+            taking.load({"version": 1, "rank": 0, "meet": meet})
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    group = open_group(store, rank=0, world=2, backend="gloo")
+    sending = threading.Thread(target=give, args=(group, failures), daemon=True)
+    sending.start()
+    sending.join(SECONDS)
+    assert not sending.is_alive()
+    thread.join()
+    assert "out of memory" in failures
+    assert len(failures) == 2, "and rank 0 is told"
+
+
+def give(group: Any, failures: list[str]) -> None:
+    """More than the kernel keeps of a connection."""
+    try:
+        send([(str(number), torch.zeros(1 << 20)) for number in range(32)], group, 1 << 22)
+    except RuntimeError as error:
+        failures.append(str(error))
+
+
+@pytest.fixture
+def pair_of_lines() -> Iterator[tuple[Line, Line]]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        calling = socket.create_connection(listening.getsockname())
+        answering, _ = listening.accept()
+    lines = Line(answering, 1), Line(calling, 0)
+    yield lines
+    for line in lines:
+        line.close()
+
+
+def test_runs_that_keep_weights_in_one_folder_do_not_meet_there(tmp_path: Path):
+    def folder(run: str) -> Path:
+        (tmp_path / run).mkdir(exist_ok=True)
+        sampler = {"folder": str(tmp_path), "transport": "disk"}
+        return weights_folder(toy_config(tmp_path / run, sampler=sampler, cluster={"samplers": 1}))
+
+    assert folder("a") == folder("a")
+    assert folder("a") != folder("b")
+    assert folder("a").parent == tmp_path
+    alone = toy_config(tmp_path / "a")
+    assert weights_folder(alone).parent == alone.run.directory
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="memory cannot be reserved")
+def test_memory_that_is_not_there_is_an_error_before_it_is_used():
+    """A file may be longer than the disk below it; whoever writes to what lacks is killed by the kernel (SIGBUS)."""
+    with pytest.raises(NotShared, match=r"no \d+ MiB of shared memory for weights.*--shm-size.*broadcast or disk"):
+        Shelf(torch.device("cpu"), 1 << 44)
+
+
+def test_a_wish_is_kept_until_it_is_known_to_have_been_heard(tmp_path: Path):
+    """The driver does not wait for a seat that is slow to answer; what the answer held must come again."""
+    seat, says = Seat(), "import os; os.write(int(os.environ['POSTTRAIN_WISHES']), b'rank 1 77\\n')"
+    seat.begin([sys.executable, "-c", says], {}, str(tmp_path))
+    until(lambda: seat.state(0).status is not None)
+    assert seat.state(0).wishes == (Wish("rank", 1, 77),)
+    assert seat.state(0, heard=1).wishes == ()
+    seat._output.close()
+    os.close(seat._wishes)
+    os.close(seat._told)
+
+
+def test_what_a_run_starts_besides_is_not_told_the_secret(monkeypatch: pytest.MonkeyPatch):
+    """Tools, agents and rewards get the environment of rank 0."""
+    with free_port() as port:
+        for name, value in calls_at("127.0.0.1", port).items():
+            monkeypatch.setenv(name, value)
+        pool = Pool.muster(ClusterConfig(samplers=1))
+    assert SECRET not in os.environ
+    pool.close()
