@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.cluster.line import Line
+from posttrain.cluster.line import Line, RankLost
 from posttrain.cluster.sampler import params_of
 from posttrain.sampler.own_copy import NO_WEIGHTS
 from posttrain.sampler.protocol import Sampler
@@ -52,8 +53,11 @@ class Answering:
             # a transfer broke amid the turn, if there is such a token: rank 0 takes the request away from here
             if NO_WEIGHTS not in done.versions:
                 self.line.send({"id": number, "sampled": asdict(done)})
+        except RankLost:
+            return  # the line's own thread hears it, too
         except Exception as error:  # raised again where it was asked
-            self.line.send({"id": number, "error": str(error), "kind": type(error).__name__})
+            with suppress(RankLost):
+                self.line.send({"id": number, "error": str(error), "kind": type(error).__name__})
         finally:
             if self._open.get(number) is asyncio.current_task():  # else it was cancelled, and is asked again
                 del self._open[number]

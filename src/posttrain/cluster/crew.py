@@ -17,8 +17,11 @@ Orders come over a line of its own, so that a rank can wait for hours; collectiv
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ from posttrain.cluster.line import Exchange, Line
 from posttrain.cluster.pool import Pool
 from posttrain.cluster.sampler import SpreadSampler
 from posttrain.cluster.watch import Watch
-from posttrain.config import ClusterConfig
+from posttrain.config import ClusterConfig, RLConfig
 from posttrain.loops.build import load_tokenizer
 from posttrain.loops.credit import Lesson, credited, kl_of_some
 from posttrain.loops.learner import Learner, Models, staged
@@ -106,7 +109,7 @@ class Crew:
             settings=settings,
             order=self.order,
             logprobs=lambda batch: self._logprobs(learner, batch),
-            folder=Path(config.sampler.folder or config.run.directory) / "posttrain-weights",
+            folder=weights_folder(config),
         )
         sections = {"model": config.model.model_dump(mode="json"), "sampler": settings.model_dump(mode="json")}
         engines = {"engines": config.sampling.engines, "manifest": as_json(publisher.manifest)}
@@ -129,6 +132,15 @@ class Crew:
             collect()
         for line in self.lines:
             line.close()
+
+
+def weights_folder(config: RLConfig) -> Path:
+    """Where weights lie for samplers apart: nowhere that another run may use, which would remove them."""
+    run = config.run.directory
+    if config.sampler.folder is None:
+        return run / "posttrain-weights"
+    name = hashlib.sha256(f"{socket.gethostname()} {run.resolve()}".encode()).hexdigest()[:12]
+    return Path(config.sampler.folder) / f"posttrain-weights-{name}"
 
 
 NOBODY = Crew()
@@ -168,7 +180,12 @@ class _Follower:
     async def serve(self) -> None:
         orders: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self.line.listen(lambda said: loop.call_soon_threadsafe(orders.put_nowait, said))
+
+        def hear(said: dict[str, Any] | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed: rank 0 hangs up after it has said stop
+                loop.call_soon_threadsafe(orders.put_nowait, said)
+
+        self.line.listen(hear)
         self.line.does = WAITS
         while (order := await orders.get()) is not None:
             if self.answering is not None:

@@ -18,7 +18,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future
 from concurrent.futures import TimeoutError as NotYet
 from concurrent.futures import wait as wait_for_any
 from contextlib import contextmanager, suppress
@@ -46,7 +46,7 @@ from posttrain.weights.shared import Shelf, hand_over
 
 log = logging.getLogger("posttrain")
 ATTEMPTS = 5
-LOOK_SECONDS = 0.1
+LOOK_SECONDS, REPLY_SECONDS = 0.1, 5.0
 Replies = dict[Member, "Future[Message]"]
 
 
@@ -249,10 +249,10 @@ class PoolPublisher:
             meet = {"host": host, "port": store.port, "world": world, "backend": backend}
         replies = self._ask(members, lambda rank: {"meet": None if meet is None else meet | {"rank": rank}})
         if store is not None:
-            self._group = self._met(store, members, backend)
+            self._group = self._met(store, replies, backend)
             self._grouped = members
         assert self._group is not None
-        self._send(self._group)
+        self._send(self._group, replies)
         return replies
 
     def _by_memory(self, members: list[Member]) -> Replies:
@@ -286,30 +286,31 @@ class PoolPublisher:
     def _described(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         return [(name, spec.shape, spec.dtype) for name, spec in self.manifest.tensors.items()]
 
-    def _met(self, store: Any, members: list[Member], backend: str) -> Group:
-        """A member that goes before it is in the group would keep the others waiting for minutes."""
+    def _met(self, store: Any, replies: Replies, backend: str) -> Group:
+        """A member that goes, or fails, before it is in the group would keep the others waiting for minutes."""
 
         def work() -> Group:
             if backend == "nccl":
                 torch.cuda.set_device(self.policy.device)
-            return open_group(store, rank=0, world=len(members) + 1, backend=backend)
+            return open_group(store, rank=0, world=len(replies) + 1, backend=backend)
 
         opened = on_a_thread(work)
         while True:
             try:
                 return opened.result(LOOK_SECONDS)
             except NotYet:
-                if not all(member.there for member in members):
-                    raise NotDelivered("a sampler went before the group was complete") from None
+                if failed := _failed(replies):
+                    raise NotDelivered(f"before the group was complete: {failed}") from None
             except RuntimeError as error:
                 raise NotDelivered(f"no process group: {error}") from error
 
-    def _send(self, group: Group) -> None:
+    def _send(self, group: Group, replies: Replies) -> None:
         with self._all_gathered() as tensors:
             try:
                 send_in_order(self._described(), tensors, group)
             except RuntimeError as error:
-                raise NotDelivered(f"the process group broke: {error}") from error
+                wait_for_any(replies.values(), REPLY_SECONDS, return_when=FIRST_EXCEPTION)  # who has left it says why
+                raise NotDelivered(f"the process group broke: {_failed(replies) or error}") from error
 
     @contextmanager
     def _all_gathered(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
@@ -337,6 +338,12 @@ class PoolPublisher:
                     "(sampler.max_probe_gap)"
                 )
         return max(gaps)
+
+
+def _failed(replies: Replies) -> str:
+    """What samplers say that have failed, or are lost, so far."""
+    errors = [reply.exception() for reply in replies.values() if reply.done()]
+    return "; ".join(str(error) for error in errors if error is not None)
 
 
 def _refuse_other_machines(members: Sequence[Member]) -> None:

@@ -97,7 +97,7 @@ class Pool:
     def muster(cls, settings: ClusterConfig) -> Pool:
         """Answers samplers from now on, where the launcher has told them to call."""
         host, _, port = os.environ[CALLS].rpartition(":")
-        exchange = Exchange(host, int(port), os.environ[SECRET])
+        exchange = Exchange(host, int(port), os.environ.pop(SECRET))  # tools and agents that start here need not know
         pool = cls(exchange, settings, wish)
         exchange.keep_answering("sampler", pool.admit)
         return pool

@@ -28,7 +28,7 @@ import torch
 from posttrain.cluster.answering import Answering
 from posttrain.cluster.beside import CALLS, NEIGHBOURS, SAMPLER, SECRET
 from posttrain.cluster.launch import die_with_launcher
-from posttrain.cluster.line import Line, on_a_thread
+from posttrain.cluster.line import Line, RankLost, on_a_thread
 from posttrain.cluster.sampler import params_of
 from posttrain.cluster.taking import Engine, Taking
 from posttrain.cluster.verdict import LEADER_GONE
@@ -67,10 +67,13 @@ def serve() -> None:
         return
     engine = _engine(begin)
     serving = _Serving(engine, line)
-    line.send({"ready": True})
     try:
+        with suppress(RankLost):  # what comes next says why: stop, or nothing
+            line.send({"ready": True})
         if not asyncio.run(serving.serve()):
             sys.exit(LEADER_GONE)
+    except RankLost:
+        sys.exit(LEADER_GONE)
     finally:
         serving.taking.close()
         line.close()  # its thread may be leaving a process group: the interpreter must not end under it
@@ -81,11 +84,11 @@ def serve() -> None:
 def _called() -> Line:
     """A line to rank 0, as soon as it listens."""
     host, _, port = os.environ[CALLS].rpartition(":")
-    until = time.monotonic() + CALL_SECONDS
+    secret, until = os.environ.pop(SECRET), time.monotonic() + CALL_SECONDS
     while True:
         try:
-            return Line.call((host, int(port)), os.environ[SECRET], int(os.environ[SAMPLER]))
-        except OSError:
+            return Line.call((host, int(port)), secret, int(os.environ[SAMPLER]))
+        except (OSError, RankLost):
             if time.monotonic() > until:
                 sys.exit(LEADER_GONE)
             time.sleep(0.1)
@@ -198,4 +201,5 @@ class _Serving:
             said |= {"sampled": asdict(drawn), "probe_seconds": time.perf_counter() - started}
         except Exception as error:  # rank 0 decides
             said["error"] = f"{type(error).__name__}: {error}"
-        self.line.send(said)
+        with suppress(RankLost):  # the line's own thread hears it, too
+            self.line.send(said)

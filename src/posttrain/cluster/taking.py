@@ -54,7 +54,11 @@ class Taking:
         elif "buckets" in order:
             self.engine.load(self._from_memory(order), version, **how)
         else:
-            self.engine.load(self._from_group(order["meet"]), version, **how)
+            try:
+                self.engine.load(self._from_group(order["meet"]), version, **how)
+            except BaseException:
+                self._leave()  # nothing more is received here, and rank 0 would send on for minutes
+                raise
 
     def close(self) -> None:
         """Lets go of memory of rank 0, before the line is closed: rank 0 waits for that, and then frees it."""

@@ -56,9 +56,21 @@ class Shelf:
         if device.type == "cuda":
             return torch.empty(self.size, dtype=torch.uint8, device=device)
         file = tempfile.TemporaryFile(dir=IN_MEMORY if IN_MEMORY.is_dir() else None)  # noqa: SIM115 -- see `close`
-        file.truncate(self.size)
+        _reserve(file, self.size)
         self._files.append(file)
         return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=True, size=self.size, dtype=torch.uint8)
+
+
+def _reserve(file: IO[bytes], size: int) -> None:
+    """Takes the memory now: where there is less, its first use would kill the process. Raises NotShared."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, size) if hasattr(os, "posix_fallocate") else file.truncate(size)
+    except OSError as error:
+        file.close()
+        raise NotShared(
+            f"no {size / 2**20:.0f} MiB of shared memory for weights ({error.strerror}); enlarge {IN_MEMORY} "
+            "(docker run --shm-size), or set sampler.transport to broadcast or disk"
+        ) from error
 
 
 def opened(ticket: dict[str, Any]) -> Tensor:
