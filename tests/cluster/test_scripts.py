@@ -43,7 +43,7 @@ def test_a_slurm_job_starts_a_run_and_goes_on_with_it_when_it_is_requeued(tmp_pa
         assert f"#SBATCH {line}\n" in script
     words = run_script(tmp_path, script)
     assert words[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4"]
-    assert words[words.index("--rdzv-endpoint") + 1] == "node7:29500"
+    assert words[words.index("--rdzv-endpoint") + 1] == "node7:20041"
     assert words[-5:] == ["-m", "posttrain", "rl", "c.yaml", "reward.name='x y'"]
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").touch()

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-RENDEZVOUS_PORT = 29_500
+FIRST_PORT, PORTS = 20_000, 10_000  # by the number of the job: jobs may share their first node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def slurm_script(job: Job) -> str:
     lines = [f"#SBATCH --{key}={value}" for key, value in wanted.items() if value is not None]
     torchrun = (
         f'torchrun --nnodes "$SLURM_NNODES" --nproc-per-node {job.ranks_per_node} --rdzv-id "$SLURM_JOB_ID" '
-        f'--rdzv-backend c10d --rdzv-endpoint "$head:{RENDEZVOUS_PORT}"'
+        f'--rdzv-backend c10d --rdzv-endpoint "$head:$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"'
     )
     return "\n".join(
         [
