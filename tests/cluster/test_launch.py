@@ -38,12 +38,15 @@ def script(folder: Path, code: str) -> list[str]:
 
 def left(folder: Path) -> list[int]:
     """Process ids of ranks that are still there."""
-    found = [int(file.read_text()) for file in folder.glob("pid*")]
-    return [process for process in found if Path(f"/proc/{process}/stat").exists() and not zombie(process)]
+    found = [int(said) for file in folder.glob("pid*") if (said := file.read_text())]  # one may be about to write it
+    return [process for process in found if runs(process)]
 
 
-def zombie(process: int) -> bool:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+def runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_ranks_know_their_places(tmp_path: Path):
@@ -93,7 +96,15 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, capfd: pytest.CaptureFix
 def test_a_killed_rank_is_blamed_before_one_that_failed_because_of_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    code = "all_there()\nif rank == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\nsys.exit(75 if rank == 0 else 1)"
+    code = """
+all_there()
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+stat = Path("/proc") / (folder / "pid2").read_text() / "stat"
+while stat.exists() and ") Z " not in stat.read_text():
+    time.sleep(0.02)
+sys.exit(75 if rank == 0 else 1)
+"""
     assert launch_local(script(tmp_path, code), 3) == 128 + signal.SIGKILL
     assert "rank 2 was killed by SIGKILL" in capfd.readouterr().err
 
@@ -106,19 +117,46 @@ def test_who_only_noticed_is_not_blamed(tmp_path: Path, capfd: pytest.CaptureFix
     assert said.strip() == "error: no such file"
 
 
+def test_rank_0_says_to_the_end_what_it_has_failed_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """The others hear at once that it goes; it still has to close what it has, and to print."""
+    code = "all_there()\nif rank == 0:\n    time.sleep(2)\n    sys.exit('error: no such file')\nsys.exit(75)"
+    assert launch_local(script(tmp_path, code), 2) == 1
+    assert capfd.readouterr().err.strip() == "error: no such file"
+
+
+def test_a_rank_that_takes_its_time_to_say_why_is_blamed_before_rank_0(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    code = (
+        "all_there()\nif rank:\n    time.sleep(2)\n    raise KeyError('no such layer')\nsys.exit('connection closed')"
+    )
+    assert launch_local(script(tmp_path, code), 2) == 1
+    said = capfd.readouterr().err
+    assert "rank 1 failed with exit status 1" in said
+    assert "KeyError: 'no such layer'" in said
+
+
+def test_a_launch_inside_of_torchrun_is_one_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What torchrun has said of itself would make rank 0 wait for a store that torchrun keeps elsewhere."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    code = "import posttrain.trainer.ranks as ranks, torch\nranks.join_ranks(torch.device('cpu'))\nranks.leave_ranks()"
+    assert launch_local(script(tmp_path, code), 2) == 0
+
+
 @pytest.mark.parametrize("stubborn", [False, True], ids=["ends in order", "has to be killed"])
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_an_interrupt_and_a_kill_of_the_launcher_leave_no_rank(tmp_path: Path, stubborn: bool):
-    code = "signal.signal(signal.SIGINT, lambda *_: sys.exit(0 if rank else 130))\n" + WAIT
+    code = "signal.signal(signal.SIGINT, lambda *_: sys.exit(0 if rank else 130))\n"
+    code += "(folder / f'set{rank}').touch()\n" + WAIT
     hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # not so in a shell's background
     command = f"{hears}; from posttrain.cluster.launch import launch_local; launch_local({script(tmp_path, code)!r}, 2)"
     launcher = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE)
-    until = time.monotonic() + 30
-    while len(left(tmp_path)) < 2 and time.monotonic() < until:
+    until = time.monotonic() + 120
+    while len(list(tmp_path.glob("set*"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
-    time.sleep(0.3)  # the handlers are set
     os.kill(launcher.pid, signal.SIGKILL if stubborn else signal.SIGINT)
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=120)
     while left(tmp_path) and time.monotonic() < until:
         time.sleep(0.05)
     assert left(tmp_path) == []
@@ -165,6 +203,24 @@ else:
         "sampler 0 was killed by SIGKILL; it is started again (0 left)",
     ]
     assert all(not Path(f"/proc/{(tmp_path / f'began{n}').read_text().split()[1]}").exists() for n in range(3))
+
+
+def test_a_sampler_that_fails_is_not_killed_before_it_has_said_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Its line breaks first, so rank 0 wants it ended; killed, it would be started again."""
+    code = """
+while not ((folder / "began0").exists() and (folder / "began0").read_text()):
+    time.sleep(0.02)
+os.write(int(os.environ["POSTTRAIN_WISHES"]), f"sampler 0 {(folder / 'began0').read_text().split()[1]}\\n".encode())
+(folder / "wished").touch()
+"""
+    fails = (
+        "while not (folder / 'wished').exists():\n    time.sleep(0.02)\ntime.sleep(1)\nraise KeyError('no such layer')"
+    )
+    assert launch_local(script(tmp_path, code + WAIT), 1, samplers(tmp_path, fails, restarts=9)) == 1
+    said = capfd.readouterr().err
+    assert "started again" not in said
+    assert "sampler 0 failed with exit status 1; it said:" in said
+    assert "KeyError: 'no such layer'" in said
 
 
 def test_a_sampler_that_fails_or_dies_too_often_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

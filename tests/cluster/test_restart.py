@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -149,6 +150,20 @@ def test_restarts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert ended.value.code == killed
     assert len(tried) == 3
     assert tried[0] == tried[2], "no run directory yet: from the beginning"
+
+
+def test_what_goes_on_after_a_kill_prints_as_it_was_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tried: list[list[str]] = []
+    monkeypatch.setattr(
+        start, "launch_local", lambda command, *_: (tried.append(list(command)), 137 if len(tried) == 1 else 0)[1]
+    )
+    monkeypatch.setattr(sys, "argv", ["posttrain", "rl", "c.yaml", "--json"])
+    config = toy_config(tmp_path, trainer={"ranks": 2})
+    config.run.directory.mkdir()
+    (config.run.directory / "config.yaml").touch()
+    with start.mustered(config) as crew:
+        assert crew is None
+    assert tried[1][-5:] == ["resume", str(config.run.directory), "--ranks", "2", "--json"]
 
 
 @NEEDS_RAY

@@ -52,7 +52,7 @@ def test_one_piece_of_work_at_a_time():
     saver = Saver(background=True)
 
     def slow() -> None:
-        gate.wait(5)
+        gate.wait(60)
         order.append("slow")
 
     saver.do(slow)

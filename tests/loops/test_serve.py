@@ -56,7 +56,7 @@ def test_a_model_is_served_with_a_key_and_recorded(tmp_path: Path):
             assert caught.value.code == "context_length_exceeded"
     finally:
         os.kill(process.pid, signal.SIGTERM)
-        status, _, said = process.ended(20)
+        status, _, said = process.ended(SECONDS)
     assert status == 0, said
     first, second = read_trajectories(tmp_path / "seen" / "step-000001.parquet")
     assert first.token_ids == second.token_ids

@@ -19,6 +19,7 @@ SAMPLER = "POSTTRAIN_SAMPLER"  # number of a sampler
 NEIGHBOURS = "POSTTRAIN_NEIGHBOURS"  # samplers on its machine
 GAVE_UP = 1  # exit status of a launch
 PATIENCE_SECONDS = 2.0  # for the end of rank 0 to be seen by whoever saw that of a sampler
+GRANT_SECONDS = 5.0  # for a process that rank 0 wants ended: it may be ending, and saying why
 
 
 class Known(Protocol):
@@ -74,6 +75,24 @@ def wishes_in(said: bytes) -> list[Wish]:
     """What `wish` has written."""
     words = [line.split() for line in said.decode().splitlines()]
     return [Wish(kind, int(number), int(process)) for kind, number, process in words]
+
+
+class Wishes:
+    """Those that have not been granted. A process whose line broke may have failed, which is no reason to start it
+    again: it gets some seconds to end by itself."""
+
+    def __init__(self) -> None:
+        self._since: dict[Wish, float] = {}
+
+    def due(self, new: Sequence[Wish]) -> list[Wish]:
+        """Those to be granted now. new: made since the last time."""
+        now = time.monotonic()
+        for one in new:
+            self._since.setdefault(one, now)
+        due = [one for one, since in self._since.items() if now - since >= GRANT_SECONDS]
+        for one in due:
+            del self._since[one]
+        return due
 
 
 class Beside:

@@ -18,15 +18,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
 
-from posttrain.cluster.beside import NO_SAMPLERS, WISHES, Beside, Samplers, Wish, calls_at, wishes_in
-from posttrain.cluster.verdict import LEADER_GONE, last_lines, verdict
+from posttrain.cluster.beside import NO_SAMPLERS, WISHES, Beside, Samplers, Wish, Wishes, calls_at, wishes_in
+from posttrain.cluster.verdict import LEADER_GONE, guilty, last_lines, verdict
 
 LAUNCHER = "POSTTRAIN_LAUNCHER"  # process id of whoever started a rank
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.1
 LAST_WORDS_SECONDS = 1.0  # between the first failure and the verdict: whose fault it was
 GRACE_SECONDS = 10.0
-INTERRUPT_SECONDS = 60.0
+HERE = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # else it listens where the host's name leads
+INTERRUPT_SECONDS = 600.0  # for rank 0 to finish what it writes; a second interrupt is quicker
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,20 @@ def launch_local(command: Sequence[str], count: int, samplers: Samplers = NO_SAM
         os.set_blocking(wishes, False)
         port = held.enter_context(free_port())
         calls = calls_at("127.0.0.1", held.enter_context(free_port())) if samplers.count else {}
-        ranks = [_start(command, _place(number, count, port) | calls, number > 0, told) for number in range(count)]
+        ranks, open_wishes = list[Started](), Wishes()
         held.callback(lambda: end(ranks))
+        for number in range(count):
+            ranks.append(_start(command, _place(number, count, port) | calls, number > 0, told))
         beside = _Here(samplers, calls)
         held.callback(beside.end)
         try:
             while (statuses := [rank.process.poll() for rank in ranks]) and None in statuses:
-                _grant(read_wishes(wishes), {"rank": ranks, "sampler": beside.started})
+                if any(statuses):
+                    _hear_last_words(ranks)
+                    break
+                _grant(open_wishes.due(read_wishes(wishes)), {"rank": ranks, "sampler": beside.started})
                 if (status := beside.look()) is not None:
                     return status
-                if any(statuses):
-                    time.sleep(LAST_WORDS_SECONDS)
-                    break
                 time.sleep(LOOK_SECONDS)
             return verdict([rank.process.poll() or 0 for rank in ranks], lambda rank: ranks[rank].tail())
         except KeyboardInterrupt:
@@ -76,6 +79,14 @@ def launch_local(command: Sequence[str], count: int, samplers: Samplers = NO_SAM
                 _wait(ranks[:1], INTERRUPT_SECONDS)
                 _wait(ranks, LAST_WORDS_SECONDS)
             return 128 + signal.SIGINT
+
+
+def _hear_last_words(ranks: Sequence[Started]) -> None:
+    """Until it can be told whose fault it was. Who has only noticed may end first; rank 0 is still saying what it has
+    failed of, or fails because of another one, which still says it."""
+    _wait(ranks, LAST_WORDS_SECONDS)
+    if not guilty([rank.process.poll() or 0 for rank in ranks]):
+        _wait(ranks, GRACE_SECONDS)
 
 
 def _grant(wishes: Sequence[Wish], started: Mapping[str, Sequence[Started]]) -> None:
@@ -128,7 +139,7 @@ def _place(number: int, count: int, port: int) -> dict[str, str]:
 
 def _start(command: Sequence[str], place: Mapping[str, str], keeps: bool, told: int | None = None) -> Started:
     """keeps: what it prints goes to a file, which is closed in `end`. told: where rank 0 writes wishes."""
-    environment = {**os.environ, **place, LAUNCHER: str(os.getpid())} | ({} if told is None else {WISHES: str(told)})
+    environment = HERE | environment_of(place) | ({} if told is None else {WISHES: str(told)})
     output = tempfile.TemporaryFile() if keeps else None  # noqa: SIM115
     # a session of its own: the terminal's interrupt is for us, and we pass it on once
     process = subprocess.Popen(
@@ -140,6 +151,13 @@ def _start(command: Sequence[str], place: Mapping[str, str], keeps: bool, told: 
         pass_fds=() if told is None else (told,),
     )
     return Started(process, output)
+
+
+def environment_of(place: Mapping[str, str]) -> dict[str, str]:
+    """Of a process that is started here. What a torchrun around has said is not for it: it would make rank 0 wait for a
+    store that nobody keeps."""
+    around = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return around | dict(place) | {LAUNCHER: str(os.getpid())}
 
 
 def _wait(started: Sequence[Started], seconds: float) -> None:

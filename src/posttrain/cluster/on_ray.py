@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.cluster.beside import NO_SAMPLERS, Beside, Samplers, Wish, calls_at
+from posttrain.cluster.beside import NO_SAMPLERS, Beside, Samplers, Wish, Wishes, calls_at
 from posttrain.cluster.launch import GRACE_SECONDS
 from posttrain.cluster.seat import Place, Seat
 from posttrain.cluster.verdict import LEADER_GONE, last_lines, verdict
@@ -129,12 +129,14 @@ class _Seated:
     actor: Any
     said: bytes = b""
     status: int | None = None
-    wishes: tuple[Wish, ...] = ()
+    wishes: tuple[Wish, ...] = ()  # the last look's
+    heard: int = 0  # wishes, in all
 
     def look(self, ray: Any) -> bytes:
         """Brings it up to date; what it has printed since the last time. A seat that does not answer may start yet."""
+        self.wishes = ()
         try:
-            seen = ray.get(self.actor.state.remote(len(self.said)), timeout=REACH_SECONDS)
+            seen = ray.get(self.actor.state.remote(len(self.said), self.heard), timeout=REACH_SECONDS)
         except ray.exceptions.GetTimeoutError:
             return b""
         except ray.exceptions.RayActorError:
@@ -142,6 +144,7 @@ class _Seated:
             return b""
         self.status, self.wishes = seen.status, seen.wishes
         self.said += seen.said
+        self.heard += len(seen.wishes)
         return seen.said
 
 
@@ -149,7 +152,7 @@ class _Launch:
     """A launch while it runs."""
 
     def __init__(self, ray: Any, room: Room, command: Sequence[str], count: int, samplers: Samplers) -> None:
-        self._ray, self._room, self._samplers = ray, room, samplers
+        self._ray, self._room, self._samplers, self._wishes = ray, room, samplers, Wishes()
         self._seats = [_Seated(room.seat(index)) for index in range(count + samplers.count)]
         self._ranks, self._beside = self._seats[:count], self._seats[count:]
         places: list[Place] = ray.get([seat.actor.where.remote() for seat in self._seats])
@@ -178,7 +181,7 @@ class _Launch:
         until: float | None = None
         while any(seat.status is None for seat in self._ranks):
             self._look_at_ranks()
-            self._grant(self._ranks[0].wishes)
+            self._grant(self._wishes.due(self._ranks[0].wishes))
             if any(seat.status for seat in self._ranks):
                 until = until or time.monotonic() + GRACE_SECONDS
             elif (status := self._look_at_samplers(beside)) is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from posttrain.cluster.beside import WISHES, Wish
-from posttrain.cluster.launch import LAUNCHER, free_port, read_wishes
+from posttrain.cluster.launch import environment_of, free_port, read_wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What became of a process: its exit status, None while it runs; what it printed behind what was known; and what
-    rank 0 wishes, see `beside.wishes_in`."""
+    rank 0 wishes besides those that were known, see `beside.wishes_in`."""
 
     status: int | None
     said: bytes
@@ -40,6 +40,7 @@ class Seat:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the seat
         self._ports = ExitStack()  # those that are held for rank 0
+        self._wished: list[Wish] = []
         self._wishes, self._told = os.pipe()
         os.set_blocking(self._wishes, False)
 
@@ -56,7 +57,7 @@ class Seat:
         self.tell(9)
         self._output.close()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        environment = {**os.environ, **place, LAUNCHER: str(os.getpid()), WISHES: str(self._told)}
+        environment = environment_of(place) | {WISHES: str(self._told)}
         self._process = subprocess.Popen(
             list(command),
             env=environment,
@@ -66,11 +67,13 @@ class Seat:
             pass_fds=(self._told,),
         )
 
-    def state(self, seen: int) -> Seen:
-        """seen: bytes of its output that are known."""
+    def state(self, seen: int, heard: int = 0) -> Seen:
+        """seen: bytes of its output that are known; heard: how many of its wishes. Whoever asked may not wait for the
+        answer, so both are kept."""
         assert self._process is not None
         status = self._process.poll()
-        return Seen(status, os.pread(self._output.fileno(), 1 << 20, seen), tuple(read_wishes(self._wishes)))
+        self._wished += read_wishes(self._wishes)
+        return Seen(status, os.pread(self._output.fileno(), 1 << 20, seen), tuple(self._wished[heard:]))
 
     def tell(self, number: int, process: int | None = None) -> None:
         """Sends a signal, while it runs. process: only if that is its id."""

@@ -63,7 +63,8 @@ def _launched(config: RLConfig, count: int) -> int:
             break
         print(f"starting {count} ranks again from the last checkpoint; {left - 1} restarts are left", file=sys.stderr)
         if (config.run.directory / "config.yaml").is_file():
-            arguments = ["resume", str(config.run.directory), "--ranks", str(count)]
+            shown = [word for word in sys.argv[1:] if word == "--json"]
+            arguments = ["resume", str(config.run.directory), "--ranks", str(count), *shown]
     return status
 
 

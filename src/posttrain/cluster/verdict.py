@@ -19,13 +19,17 @@ def verdict(statuses: Sequence[int], tail: Callable[[int], str]) -> int:
     failed = [rank for rank, status in enumerate(statuses) if status]
     if not failed:
         return 0
-    killed = [rank for rank in failed if statuses[rank] < 0]
-    others = [rank for rank in failed if rank and statuses[rank] != LEADER_GONE]
-    guilty = (killed or others or failed)[0]
-    status = statuses[guilty]
-    if guilty or status < 0:
-        blame(f"rank {guilty}", status, tail(guilty))
+    first = (guilty(statuses) or failed)[0]
+    status = statuses[first]
+    if first or status < 0:
+        blame(f"rank {first}", status, tail(first))
     return 128 - status if status < 0 else status
+
+
+def guilty(statuses: Sequence[int]) -> list[int]:
+    """Ranks that were killed; without any those that failed, besides rank 0, and not because it was gone."""
+    killed = [rank for rank, status in enumerate(statuses) if status < 0]
+    return killed or [rank for rank, status in enumerate(statuses) if rank and status not in (0, LEADER_GONE)]
 
 
 def blame(who: str, status: int, said: str) -> None:
