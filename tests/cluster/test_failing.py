@@ -172,6 +172,9 @@ def test_only_the_address_that_others_call_is_listened_at():
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((elsewhere, exchange.address[1]))
         exchange.close()
+    store = listen("127.0.0.1", 2)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port))
     everywhere = Exchange("192.0.2.77")  # of a gateway, for instance
     socket.create_connection(("127.0.0.1", everywhere.address[1])).close()
     everywhere.close()

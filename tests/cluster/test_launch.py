@@ -136,12 +136,30 @@ def test_a_rank_that_takes_its_time_to_say_why_is_blamed_before_rank_0(
     assert "KeyError: 'no such layer'" in said
 
 
+JOIN = """
+import torch
+from posttrain.trainer import ranks
+there = ranks.join_ranks(torch.device("cpu"))
+there.sum(torch.ones(1))
+if sys.platform == "linux":
+    mine = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/self/net", name).read_text().splitlines()]
+    listens = [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    (folder / f"heard{rank}").write_text(" ".join(listens))
+there.sum(torch.ones(1))
+ranks.leave_ranks()
+"""
+
+
 def test_a_launch_inside_of_torchrun_is_one_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What torchrun has said of itself would make rank 0 wait for a store that torchrun keeps elsewhere."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    code = "import posttrain.trainer.ranks as ranks, torch\nranks.join_ranks(torch.device('cpu'))\nranks.leave_ranks()"
-    assert launch_local(script(tmp_path, code), 2) == 0
+    assert launch_local(script(tmp_path, JOIN), 2) == 0
+    if sys.platform == "linux":
+        heard = " ".join((tmp_path / f"heard{rank}").read_text() for rank in range(2)).split()
+        assert heard
+        assert {address[-8:] for address in heard} == {"0100007F"}, "127.0.0.1: no other machine can call"
 
 
 @pytest.mark.parametrize("stubborn", [False, True], ids=["ends in order", "has to be killed"])

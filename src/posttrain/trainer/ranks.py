@@ -6,6 +6,7 @@ A run on one process has `ALONE`, with which every method gives back what it was
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -198,12 +199,24 @@ def join_ranks(device: torch.device) -> Ranks:
         torch.cuda.set_device(local)
         options["device_id"] = torch.device("cuda", local)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if os.environ["MASTER_ADDR"] == "127.0.0.1" and "TORCHELASTIC_RUN_ID" not in os.environ:
+        options |= _meeting(int(os.environ["RANK"]), world_size(), int(os.environ["MASTER_PORT"]))
     dist.init_process_group(backend, timeout=PATIENCE, **options)
     size = dist.get_world_size()
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     writers = dist.new_group(backend="gloo", timeout=PATIENCE)
     return Ranks(dist.get_rank(), size, on_this_host, mesh, writers=writers)
+
+
+def _meeting(rank: int, size: int, port: int) -> dict[str, Any]:
+    """Arguments for ranks of one machine, which meet where no other machine sees it: torch would listen at every
+    address. Not under torchrun, which keeps the store itself."""
+    how: dict[str, Any] = {"is_master": rank == 0, "timeout": PATIENCE}
+    if rank == 0:
+        how["master_listen_fd"] = socket.create_server(("127.0.0.1", port)).detach()
+    store = dist.TCPStore("127.0.0.1", port, size, **how)  # type: ignore[reportPrivateImportUsage]
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def leave_ranks() -> None:

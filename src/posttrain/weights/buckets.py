@@ -7,6 +7,7 @@ that a receiver knows every bucket before it arrives. Works on gloo (CPU) and NC
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,8 +50,14 @@ class Group:
 
 
 def listen(host: str, world: int) -> Any:
-    """The store at which the members of a group meet; `store.port` is to be told to the others."""
-    return distributed.TCPStore(host, 0, world, is_master=True, timeout=JOIN, wait_for_workers=False)  # type: ignore[reportPrivateImportUsage]
+    """The store at which the members of a group meet; `store.port` is to be told to the others.
+
+    Members of one machine meet at an address that no other machine sees, where torch would listen at all.
+    """
+    server = socket.create_server((host if host == "127.0.0.1" else "", 0))
+    how: dict[str, Any] = {"port": int(server.getsockname()[1]), "master_listen_fd": server.detach()}
+    how |= {"is_master": True, "timeout": JOIN, "wait_for_workers": False}
+    return distributed.TCPStore(host, world_size=world, **how)  # type: ignore[reportPrivateImportUsage]
 
 
 def connect(host: str, port: int, world: int) -> Any:
