@@ -19,6 +19,7 @@ from posttrain.trainer.policy import Policy
 from posttrain.weights.publish import WeightError
 
 SHORT, LONG = SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=200)
+LONGER = SamplingParams(max_new_tokens=600)  # than it takes to begin a transfer, on a busy machine, too
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -97,7 +98,7 @@ def test_a_transfer_that_breaks_amid_requests_keeps_nobody_waiting(
 
         async def work() -> list[Sampled]:
             await run.publisher.publish()
-            waiting = asyncio.create_task(asked(run.sampler, LONG))
+            waiting = asyncio.create_task(asked(run.sampler, LONGER))
             await asyncio.sleep(0.05)
             run.publisher.order = order
             shifted(run.policy, 1.01, version=1)

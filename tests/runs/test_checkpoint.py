@@ -8,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from posttrain.runs.checkpoint import CheckpointError, CheckpointStore, KeepBest
+from posttrain.runs.checkpoint import CheckpointError, CheckpointStore, KeepBest, checkpoints_in
 
 
 def write(content: str):
@@ -267,3 +268,27 @@ def test_killed_at_random_moments_and_resumed_each_time(tmp_path: Path):
         reported = last_step(started + output)
         check_after_kill(tmp_path, reported, reported + 1)
     assert reported > 10
+
+
+def test_checkpoints_that_go_while_somebody_looks_are_not_damaged(tmp_path: Path):
+    """`posttrain show` and `eval` look while the run commits, and deletes, as fast as it can."""
+    store, over = CheckpointStore(tmp_path, keep=1), threading.Event()
+
+    def work() -> None:
+        step = 0
+        while not over.is_set():
+            step += 1
+            store.commit(step, lambda draft: None, {})
+
+    committing = threading.Thread(target=work)
+    committing.start()
+    try:
+        for _ in range(5000):
+            checkpoints_in(tmp_path)
+    finally:
+        over.set()
+        committing.join()
+    (left,) = store.all()
+    (left.path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        checkpoints_in(tmp_path)

@@ -152,8 +152,16 @@ class CheckpointStore:
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """Those in `folder`, by step, unverified. Only reads, so that it may be asked while the run goes on."""
-    folders = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    return sorted((_load(path) for path in folders), key=lambda checkpoint: checkpoint.step)
+    found: list[Checkpoint] = []
+    for path in folder.iterdir():
+        if not path.is_dir() or path.name.startswith("."):
+            continue
+        try:
+            found.append(_load(path))
+        except CheckpointError:
+            if path.exists():  # else the run has deleted it meanwhile
+                raise
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
 def best_of(checkpoints: list[Checkpoint], keep_best: KeepBest | None) -> Checkpoint | None:
