@@ -19,7 +19,6 @@ from posttrain.trainer.policy import Policy
 from posttrain.weights.publish import WeightError
 
 SHORT, LONG = SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=200)
-LONGER = SamplingParams(max_new_tokens=600)  # than it takes to begin a transfer, on a busy machine, too
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -98,7 +97,7 @@ def test_a_transfer_that_breaks_amid_requests_keeps_nobody_waiting(
 
         async def work() -> list[Sampled]:
             await run.publisher.publish()
-            waiting = asyncio.create_task(asked(run.sampler, LONGER))
+            waiting = asyncio.create_task(asked(run.sampler, LONG))
             await asyncio.sleep(0.05)
             run.publisher.order = order
             shifted(run.policy, 1.01, version=1)
@@ -163,7 +162,7 @@ def test_an_order_that_a_sampler_fails_of_is_raised_by_its_name(tmp_path: Path):
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "shared"])
 def test_the_only_one_hangs_and_is_replaced(tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture):
     """Its requests wait for who comes in its place, and for the weights."""
-    with apart(tmp_path, 1, transport=transport, heartbeat_seconds=5, stall_seconds=1) as run:
+    with apart(tmp_path, 1, transport=transport, heartbeat_seconds=4, stall_seconds=1) as run:
         alone = NativeSampler(run.policy)
 
         async def work() -> None:
