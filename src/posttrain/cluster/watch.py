@@ -7,10 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from posttrain.cluster.beside import wish
-from posttrain.cluster.line import Line, on_a_thread
+from posttrain.cluster.line import Line
 from posttrain.cluster.pool import Pool
 from posttrain.config import ClusterConfig
 
@@ -47,7 +46,8 @@ class Watch:
         for member in [] if self._pool is None else self._pool.members():
             if self._pool is not None and now - member.line.heard > limit:
                 # on another thread: what it had to do is sent to others, and one of these may hang, too
-                on_a_thread(partial(self._pool.lose, member, _silence(member.line, now, limit)))
+                why = _silence(member.line, now, limit)
+                threading.Thread(target=self._pool.lose, args=(member, why), name="lost", daemon=True).start()
         for line in self._ranks:
             if now - line.heard > limit and line.rank not in self._named:
                 self._named.add(line.rank)
