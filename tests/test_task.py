@@ -1,4 +1,7 @@
+import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.task import Abstain, EpisodeInvalid, Invalid, Score, Task, as_outcome
+from posttrain.trajectory import CallStatus, ToolCall
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False))
+@given(st.floats(min_value=-1e30, max_value=1e30))
 def test_any_finite_number_is_a_score(value: float) -> None:
     assert as_outcome(value) == Score(value)
 
@@ -25,7 +29,9 @@ def test_p77_bools_and_numpy_and_torch_scalars_are_scores(value: object) -> None
     assert type(outcome.value) is float
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.inf)])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, np.float32("nan"), torch.tensor(math.inf), 1e31, -(10**400)]
+)
 def test_p77_not_a_number_is_invalid_not_zero(value: object) -> None:
     outcome = as_outcome(value)
     assert isinstance(outcome, Invalid)
@@ -53,7 +59,7 @@ def test_more_than_one_number_is_refused(value: object) -> None:
         as_outcome(value)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e31])
 def test_a_score_must_be_finite(value: float) -> None:
     with pytest.raises(ValueError, match="finite"):
         Score(value)
@@ -78,3 +84,44 @@ def test_rewards_of_turns_are_finite_numbers_and_none_is_nothing_earned() -> Non
     assert Score(1.0).turns is None
     with pytest.raises(ValueError, match="finite"):
         Score(1.0, turns=[math.nan])
+
+
+def test_a_score_holds_plain_numbers_whatever_library_they_came_from() -> None:
+    parts = {"em": np.float32(0.5), "n": np.int64(3), "ok": True, "t": torch.tensor(2.0), "unknown": None}
+    score = Score(np.float32(0.5), parts)  # type: ignore[arg-type]
+    assert json.dumps([score.value, dict(score.components)]) == '[0.5, {"em": 0.5, "n": 3.0, "ok": 1.0, "t": 2.0}]'
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"value": "1.0"}, "got str: '1.0'"),
+        ({"components": {"em": "yes"}}, "Score.components .* {'em': 'yes'}"),
+        ({"components": {1: 1.0}}, "Score.components"),
+        ({"components": None}, "Score.components .* NoneType"),
+        ({"prediction": 42}, "Score.prediction is a text or None, got int: 42"),
+    ],
+)
+def test_a_score_of_other_things_is_refused_where_it_is_made(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(TypeError, match=named):
+        Score(**{"value": 1.0} | given)
+
+
+@pytest.mark.parametrize("kind", [Invalid, Abstain, EpisodeInvalid])
+@pytest.mark.parametrize("reason", [7, None, " "])
+def test_a_reason_is_a_text_that_can_be_counted(kind: Callable[[Any], object], reason: object) -> None:
+    with pytest.raises(TypeError, match=f"the reason of {kind.__name__} is a short text"):
+        kind(reason)
+
+
+def test_what_failed_becomes_text_that_a_file_takes() -> None:
+    assert Invalid("down", ValueError("caf\udce9")).detail == "caf\\udce9"  # type: ignore[arg-type]
+    assert EpisodeInvalid("down", OSError("é")).detail == "é"  # type: ignore[arg-type]
+    assert Score(1.0, prediction="\udce9").prediction == "\\udce9"
+
+
+def test_a_call_says_what_is_wrong_with_it() -> None:
+    assert ToolCall(name="s", arguments={}, status="ok").status is CallStatus.OK  # type: ignore[arg-type]
+    for wrong in ({"status": "fine"}, {"name": None}, {"arguments": None}, {"seconds": None}, {"detail": None}):
+        with pytest.raises((TypeError, ValueError), match=f"ToolCall.{next(iter(wrong))}"):
+            ToolCall(**{"name": "s", "arguments": {}, "status": CallStatus.OK} | wrong)

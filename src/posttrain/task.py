@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]  # {"role": ..., "content": ..., optionally "tool_calls", "name"}
+MOST_REWARD = 1e30  # beyond it float32, in which advantages are computed, does not hold the sum over a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class Score:
 
     `turns` rewards each turn of the policy by itself, besides `value`, which is the outcome: one number per entry of
     `Episode.policy_texts`, None where a turn earned nothing. They replace what the env gave to its turns.
+    Numbers may be those of numpy and torch and become Python's. Raises TypeError and ValueError for what is none.
     """
 
     value: float
@@ -85,22 +87,36 @@ class Score:
     turns: Sequence[float | None] | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise ValueError(f"a Score must be finite, got {self.value}; return Invalid(reason) when scoring failed")
+        value = _as_float(self.value)
+        if not abs(value) <= MOST_REWARD:
+            fix = "return Invalid(reason) when scoring failed"
+            raise ValueError(f"a Score must be finite, and {MOST_REWARD:g} at most, got {value}; {fix}")
+        _set(self, "value", value)
+        _set(self, "components", _components(self.components))
+        if not isinstance(self.prediction, str | None):
+            raise TypeError(f"Score.prediction is a text or None, got {_seen(self.prediction)}")
+        _set(self, "prediction", None if self.prediction is None else storable(self.prediction))
         if self.turns is None:
             return
-        turns = tuple(0.0 if turn is None else float(turn) for turn in self.turns)
-        if not all(map(math.isfinite, turns)):
+        turns = tuple(0.0 if turn is None else _as_float(turn) for turn in self.turns)
+        if not all(abs(turn) <= MOST_REWARD for turn in turns):
             raise ValueError(f"rewards of turns must be finite, got {turns}; None says that a turn earned nothing")
-        object.__setattr__(self, "turns", turns)  # frozen for others
+        _set(self, "turns", turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """The sample is unusable: `reason` is a short counted key (`timeout`, `tool_down`), `detail` is for people."""
+    """The sample is unusable: `reason` is a short counted key (`timeout`, `tool_down`), `detail` is for people.
+
+    Whatever is given as detail (an exception, say) becomes text. Raises TypeError for a reason that is none.
+    """
 
     reason: str
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        _set(self, "reason", _reason(self.reason, "Invalid"))
+        _set(self, "detail", storable(str(self.detail)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,10 @@ class Abstain:
     """The scorer declines to judge; the sample leaves the baseline but is not an error."""
 
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.reason != "":
+            _set(self, "reason", _reason(self.reason, "Abstain"))
 
 
 Outcome = Score | Invalid | Abstain
@@ -117,16 +137,16 @@ class EpisodeInvalid(Exception):
     """Raised by an env or tool when an episode cannot be judged (server down, deadline passed); becomes `Invalid`."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-        self.detail = detail
+        self.reason = _reason(reason, "EpisodeInvalid")
+        self.detail = storable(str(detail))
+        super().__init__(f"{self.reason}: {self.detail}" if self.detail else self.reason)
 
 
 def as_outcome(value: object) -> Outcome:
     """Turns whatever a reward function returned into an `Outcome`.
 
-    None -> Abstain; NaN or infinity -> Invalid; bool, int, float and one-element numpy or torch values -> Score;
-    anything else -> TypeError, which the caller records as a reward error.
+    None -> Abstain; NaN, infinity and what float32 cannot sum -> Invalid; bool, int, float and one-element numpy or
+    torch values -> Score; anything else -> TypeError, which the caller records as a reward error.
     """
     if isinstance(value, Score | Invalid | Abstain):
         return value
@@ -135,18 +155,52 @@ def as_outcome(value: object) -> Outcome:
     number = _as_float(value)
     if not math.isfinite(number):
         return Invalid("non_finite_reward", f"the reward function returned {number}")
+    if abs(number) > MOST_REWARD:
+        return Invalid("non_finite_reward", f"the reward function returned {number}; {MOST_REWARD:g} is the most")
     return Score(number)
+
+
+def storable(text: str) -> str:
+    """The text, halves of characters in it written as \\udc80: files and terminals take no others."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _set(frozen: object, name: str, value: object) -> None:
+    """In `__post_init__` of a class that is frozen for others."""
+    object.__setattr__(frozen, name, value)
+
+
+def _reason(reason: object, of: str) -> str:
+    if isinstance(reason, str) and reason.strip():
+        return storable(reason)
+    raise TypeError(f"the reason of {of} is a short text such as 'timeout', got {_seen(reason)}")
+
+
+def _components(given: object) -> dict[str, float]:
+    """Numbers by name, without the parts that are None: not known."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"Score.components holds numbers by name, got {_seen(given)}")
+    known = {storable(name): value for name, value in given.items() if value is not None}
+    try:
+        return {name: _as_float(value) for name, value in known.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"Score.components holds numbers by name, got {_seen(given)}") from error
+
+
+def _seen(value: object) -> str:
+    return f"{type(value).__name__}: {value!r:.200}"
 
 
 def _as_float(value: object) -> float:
     if isinstance(value, bool | int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     item = getattr(value, "item", None)  # numpy scalars, 0-d arrays and tensors; raises on more than one element
     if callable(item):
         return _as_float(item())
-    raise TypeError(
-        f"a reward must be a number, Score, Invalid, Abstain or None; got {type(value).__name__}: {value!r:.200}"
-    )
+    raise TypeError(f"a reward must be a number, Score, Invalid, Abstain or None; got {_seen(value)}")
 
 
 def _shown(outcome: Outcome) -> str:

@@ -53,15 +53,27 @@ class CallStatus(StrEnum):
     FAILED = "failed"
 
 
+_STATUSES = tuple(CallStatus)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One attempted call; `seconds` is wall time in the tool."""
+    """One attempted call; `seconds` is wall time in the tool. Raises TypeError or ValueError for other types."""
 
     name: str
     arguments: dict[str, Any]
     status: CallStatus
     detail: str = ""
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key, kind in (("name", str), ("arguments", dict), ("detail", str), ("seconds", int | float)):
+            if not isinstance(getattr(self, key), kind):
+                seen, expected = getattr(self, key), getattr(kind, "__name__", "number")
+                raise TypeError(f"ToolCall.{key} is a {expected}, got {type(seen).__name__}: {seen!r:.200}")
+        if self.status not in _STATUSES:
+            raise ValueError(f"ToolCall.status is one of {', '.join(_STATUSES)}; got {self.status!r:.200}")
+        object.__setattr__(self, "status", CallStatus(self.status))  # frozen for others
 
 
 @dataclass(slots=True, kw_only=True)

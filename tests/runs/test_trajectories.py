@@ -51,7 +51,7 @@ LOGPROBS = st.lists(st.floats(max_value=0.0, allow_nan=False, allow_infinity=Fal
 TEXT = st.text(max_size=15).filter(lambda text: max(text, default="a") < "\ud800" or max(text, default="a") > "\udfff")
 
 
-@given(logprobs=LOGPROBS, reward=st.floats(allow_nan=False, allow_infinity=False), detail=TEXT)
+@given(logprobs=LOGPROBS, reward=st.floats(min_value=-1e30, max_value=1e30), detail=TEXT)
 @settings(max_examples=40, deadline=None)
 def test_any_numbers_and_text_come_back_bit_by_bit(tmp_path_factory, logprobs, reward, detail):
     one = Trajectory(task_id=detail, group_id="g", episode_id="e", outcome=Score(reward, {detail: reward}, detail))
@@ -76,6 +76,14 @@ def test_info_that_json_lacks_is_kept_readable(tmp_path: Path):
     one.info = {"array": np.arange(3), "set": {"b", "a"}, "object": Path("x"), "scalar": np.float32(0.5)}
     (read,) = read_trajectories(write_trajectories(tmp_path, 1, [one]))
     assert read.info == {"array": [0, 1, 2], "set": ["a", "b"], "object": "PosixPath('x')", "scalar": 0.5}
+
+
+def test_what_no_json_can_hold_is_written_all_the_same(tmp_path: Path):
+    one = trajectory()
+    one.info = {"steps": [{(1, 2): "tuple", np.int64(3): "number"}]}
+    one.info["itself"] = one.info
+    (read,) = read_trajectories(write_trajectories(tmp_path, 1, [one]))
+    assert read.info["steps"] == [{"(1, 2)": "tuple", "3": "number"}]
 
 
 def test_texts_must_match(tmp_path: Path):

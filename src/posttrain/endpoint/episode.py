@@ -134,8 +134,9 @@ class AgentEpisode:
         {"invalid": reason, "detail": text} ends the episode as one that cannot be judged.
         """
         self.desk.check_open()
-        if isinstance(body, dict) and isinstance(body.get("invalid"), str):
-            self._fail(EpisodeInvalid(body["invalid"], str(body.get("detail") or "")))
+        reason = body.get("invalid") if isinstance(body, dict) else None
+        if isinstance(reason, str) and reason.strip():
+            self._fail(EpisodeInvalid(reason, str(body.get("detail") or "")))
             return
         value = body.get("reward") if isinstance(body, dict) else None
         if isinstance(value, bool) or not isinstance(value, int | float):

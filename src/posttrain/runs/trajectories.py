@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +106,9 @@ def _row(step: int, trajectory: Trajectory, text: str | None) -> dict[str, Any]:
         "rewards": trajectory.rewards,
         "advantages": streams.pop("advantages", None),
         **_outcome_columns(trajectory.outcome),
-        "turns": json.dumps([_turn_record(turn) for turn in trajectory.turns], default=_plain),
+        "turns": _json([_turn_record(turn) for turn in trajectory.turns]),
         "streams": json.dumps(streams),
-        "info": json.dumps(trajectory.info, default=_plain),
+        "info": _json(trajectory.info),
     }
 
 
@@ -181,6 +181,26 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         streams=streams,
         info=json.loads(row["info"]),
     )
+
+
+def _json(value: object) -> str:
+    """An env may give anything to read later; none of it shall end the run."""
+    try:
+        return json.dumps(value, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON lacks, what holds itself
+        return json.dumps(_readable(value))
+
+
+def _readable(value: object, depth: int = 16) -> object:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if depth == 0:
+        return f"{value!r:.200}"
+    if isinstance(value, Mapping):
+        return {str(key): _readable(part, depth - 1) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(part, depth - 1) for part in value]
+    return _readable(_plain(value), depth - 1)
 
 
 def _plain(value: object) -> object:

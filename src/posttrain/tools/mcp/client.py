@@ -166,7 +166,7 @@ def _result_of(answer: CallToolResult) -> ToolResult:
 
 def _error_of(answer: CallToolResult) -> ToolError | EpisodeInvalid:
     ours = _ours(answer) or {}
-    if isinstance(ours.get("invalid"), str):
+    if isinstance(ours.get("invalid"), str) and ours["invalid"].strip():
         return EpisodeInvalid(ours["invalid"], redacted(text_of(answer.content)))
     status = ours.get("status")
     known = CallStatus(status) if status in set(FAILURES) else CallStatus.FAILED
