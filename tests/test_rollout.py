@@ -3,6 +3,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -316,11 +317,68 @@ def test_an_env_that_is_not_async_or_takes_other_arguments_is_an_env_error() -> 
         async def step(self, action: Action, more: int) -> Step:  # type: ignore[override]
             return Step(done=True)
 
-    for env, said in ((Sync(), "awaitable"), (Other(), "more")):
+    for env, said in ((Sync(), "write `async def reset`"), (Other(), "more")):
         (trajectory,) = roll(spec(["one"], lambda task, env=env: env))
         assert isinstance(trajectory.outcome, Invalid)
         assert trajectory.outcome.reason == "env_error"
         assert said in trajectory.outcome.detail
+
+
+def _of_wrong_types(given: dict[str, Any]) -> Any:
+    async def step() -> Step:
+        return Step(**given)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"observation": "text"}, "Step.observation is an Observation(text=...) or None, got 'text'"),
+        ({"calls": None}, "Step.calls is a list"),
+        ({"calls": [{"name": "search"}]}, "Step.calls is a list"),
+        ({"done": "no"}, "Step.done is True or False, got 'no'"),
+        ({"info": "abc"}, "Step.info is a mapping"),
+    ],
+)
+def test_a_step_of_wrong_types_is_an_env_error_and_no_end_of_the_run(given: dict[str, Any], said: str) -> None:
+    (trajectory,) = roll(spec(["one"], lambda task: Told(_of_wrong_types(given))))
+    assert isinstance(trajectory.outcome, Invalid)
+    assert trajectory.outcome.reason == "env_error"
+    assert said in trajectory.outcome.detail
+
+
+@pytest.mark.parametrize("key", ["messages", "history"])
+@pytest.mark.parametrize("given", ["hi", {"role": "user"}, [{"content": "x"}], [1]])
+def test_messages_that_are_none_are_refused_where_they_are_made(key: str, given: Any) -> None:
+    with pytest.raises(TypeError, match=rf"Observation.{key} is a list of messages"):
+        Observation(**{key: given})
+
+
+def test_lists_and_numpys_truth_do_as_well() -> None:
+    step = Step(observation=Observation(messages=[{"role": "user", "content": "x"}]), calls=[], done=np.bool_(True))  # type: ignore[arg-type]
+    assert step == Step(observation=Observation(messages=({"role": "user", "content": "x"},)), done=True)
+    assert step.done is True
+
+
+async def _exits() -> Step:
+    raise SystemExit(4)
+
+
+async def _awaits_what_was_cancelled() -> Step:
+    job = asyncio.ensure_future(asyncio.sleep(20))
+    job.cancel()
+    await job
+    raise AssertionError("went on")
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(_exits, "it called sys.exit(4)"), (_awaits_what_was_cancelled, "what it waited for was cancelled")],
+)
+def test_an_env_that_ends_itself_ends_its_episode_only(step: Any, said: str) -> None:
+    (trajectory,) = roll(spec(["one"], lambda task: Told(step)))
+    assert trajectory.outcome == Invalid("env_error", f"RuntimeError: {said}")
 
 
 def test_an_observation_that_cannot_be_rendered_is_an_env_error() -> None:

@@ -34,9 +34,9 @@ def ends_in(seconds: float | None) -> float | None:
 async def within(call: Awaitable[T], ends: float | None) -> T:
     """Awaits foreign code in a task of its own, so that code which swallows its cancellation cannot hold us.
 
-    Raises DeadlinePassed at `ends` (event-loop clock).
+    Raises DeadlinePassed at `ends` (event-loop clock), what the call raises, and RuntimeError when it ends itself.
     """
-    job = asyncio.ensure_future(call)
+    job = asyncio.ensure_future(_contained(call))
     try:
         await asyncio.sleep(0)  # all that code which never waits needs; a wait with a timer takes as long as a task
         if not job.done():
@@ -50,6 +50,19 @@ async def within(call: Awaitable[T], ends: float | None) -> T:
     leave(job)
     await asyncio.wait({job}, timeout=GRACE_SECONDS)
     raise DeadlinePassed
+
+
+async def _contained(call: Awaitable[T]) -> T:
+    """Code that exits, or that waits for what somebody has cancelled, ends itself: never the program around it."""
+    try:
+        return await call
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+    except asyncio.CancelledError as error:
+        job = asyncio.current_task()
+        if job is None or job.cancelling():
+            raise
+        raise RuntimeError("what it waited for was cancelled") from error
 
 
 def leave(job: asyncio.Future[Any]) -> None:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from posttrain.chat import ChatError
 from posttrain.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.budget import ObservationCutter, TextCodec
-from posttrain.envs.protocol import Action, Env, Observation, Step, check_env
+from posttrain.envs.protocol import Action, Env, Observation, Step, awaited, check_env
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.task import EpisodeInvalid, Invalid, Message, Score, Task, as_outcome
 from posttrain.trajectory import Episode, Segment, Source, StopReason, Trajectory, TrajectoryError, Turn
@@ -443,7 +443,7 @@ class _EpisodeRun:
         """Calls the env under the nearest deadline; its exceptions become EpisodeInvalid("env_error")."""
         ends, name = self._nearest(ends_in(self.limits.call_seconds))
         try:
-            answer = await within(method(argument), ends)
+            answer = await within(awaited(method, argument), ends)
         except DeadlinePassed:
             raise DeadlinePassed(f"{name} passed in the env") from None
         except EpisodeInvalid:
@@ -466,7 +466,7 @@ class _EpisodeRun:
     async def _close(self, env: Env) -> None:
         """Closes the env. A failure is noted in `info` and changes no outcome: the episode was played."""
         try:
-            await within(env.close(), ends_in(CLOSE_SECONDS))
+            await within(awaited(env.close), ends_in(CLOSE_SECONDS))
         except (Exception, DeadlinePassed) as error:
             self._now.info["close_error"] = f"{type(error).__name__}: {error}"
 

@@ -51,5 +51,7 @@ def test_messages_of_one_observation_share_its_budget() -> None:
 
 def test_lists_of_content_parts_are_left_to_the_template() -> None:
     parts = [{"type": "text", "text": "long " * 50}]
-    cut = ObservationCutter(CODEC, max_tokens=3, cut_marker="").cut(Observation(messages=({"content": parts},)))
+    cut = ObservationCutter(CODEC, max_tokens=3, cut_marker="").cut(
+        Observation(messages=({"role": "user", "content": parts},))
+    )
     assert cut.messages[0]["content"] is parts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ class Observation:
     `history`, when not empty, replaces everything that the policy has seen so far (compaction, a removed observation):
     a further trajectory of the same episode is opened whose prompt is `history`; the tokens sampled before train in the
     context in which they were sampled.
+
+    Raises TypeError for messages that are none.
     """
 
     text: str = ""
@@ -28,6 +31,10 @@ class Observation:
     tail: str = ""
     messages: tuple[Message, ...] = ()
     history: tuple[Message, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("messages", "history"):
+            object.__setattr__(self, key, _messages(getattr(self, key), f"Observation.{key}"))  # frozen for others
 
     @property
     def has_text(self) -> bool:
@@ -53,6 +60,7 @@ class Step:
     `observation=None` without `done` after a stop string says that the turn is not over (the string was no call: it
     stood in a thought): the policy goes on writing and `step` is called again with the whole text of the turn.
     An observation that no further policy turn follows (`done`, or the last turn) is not written to the trajectory.
+    Raises TypeError for other types than these: an env's mistake is found where it is made.
     """
 
     observation: Observation | None = None
@@ -60,6 +68,41 @@ class Step:
     done: bool = False
     calls: tuple[ToolCall, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.observation, Observation | None):
+            raise TypeError(f"Step.observation is an Observation(text=...) or None, got {self.observation!r:.200}")
+        if not isinstance(self.info, Mapping | None):
+            raise TypeError(f"Step.info is a mapping, got {self.info!r:.200}")
+        object.__setattr__(self, "done", _truth(self.done))  # frozen for others
+        if not (isinstance(self.calls, tuple | list) and all(isinstance(call, ToolCall) for call in self.calls)):
+            raise TypeError(f"Step.calls is a list of posttrain.trajectory.ToolCall, got {self.calls!r:.200}")
+        object.__setattr__(self, "calls", tuple(self.calls))
+
+
+def _messages(given: object, what: str) -> tuple[Message, ...]:
+    if isinstance(given, tuple | list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in given
+    ):
+        return tuple(given)
+    raise TypeError(f"{what} is a list of messages {{'role': 'user', 'content': 'text'}}, got {given!r:.200}")
+
+
+def _truth(given: object) -> bool:
+    """Also numpy's; a text such as "no" would be true."""
+    value = given.item() if type(given).__module__ == "numpy" else given  # type: ignore[attr-defined]
+    if isinstance(value, int):
+        return bool(value)
+    raise TypeError(f"Step.done is True or False, got {given!r:.200}")
+
+
+async def awaited(method: Callable[..., Any], *arguments: Any) -> Any:
+    """What a method of an env returns. TypeError for one that is not async."""
+    made = method(*arguments)
+    if not inspect.isawaitable(made):
+        name = getattr(method, "__name__", "it")
+        raise TypeError(f"{name} of an env has to be async: write `async def {name}`; it returned {made!r:.80}")
+    return await made
 
 
 def check_env(env: object) -> None:
