@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.location import LocationError, did_you_mean, is_location, locate
+from posttrain.location import LocationError, did_you_mean, is_location, locate, rows_from
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +99,34 @@ def test_code_that_fails_to_import_is_told_with_its_place_and_tried_again(
 def test_nothing_like_it_gives_no_hint() -> None:
     assert did_you_mean("grop", ["grpo", "gae"]) == " Did you mean 'grpo'?"
     assert did_you_mean("x", ["grpo"]) == did_you_mean("x", []) == ""
+
+
+ROWS = """import numpy as np
+def rows(limit=3):
+    return [{"q": i} for i in range(limit)]
+def breaks():
+    yield {"q": 1}
+    raise KeyError("no column")
+def leaves():
+    raise SystemExit(3)
+def nothing():
+    return None
+async def late():
+    return []
+names = ["q"]
+"""
+
+
+def test_rows_of_a_function_and_what_is_wrong_with_others(here: Path) -> None:
+    (here / "rows.py").write_text(ROWS)
+    assert list(rows_from("rows.py:rows", {"limit": 2})) == [{"q": 0}, {"q": 1}]
+    for name, options, said in (
+        ("rows", {"many": 2}, r"rows.py:rows\(many\) cannot be called so: got an unexpected keyword argument 'many'"),
+        ("breaks", {}, r"rows.py:breaks\(\) failed: KeyError: 'no column', raised at .*rows.py:6$"),
+        ("leaves", {}, r"failed: SystemExit: 3, raised at .*rows.py:8$"),
+        ("nothing", {}, r"returned None; expected rows: a list, or a generator"),
+        ("late", {}, r"returned <coroutine object late .*; expected rows"),
+        ("names", {}, r"cannot be called so"),
+    ):
+        with pytest.raises(LocationError, match=said):
+            list(rows_from(f"rows.py:{name}", options))

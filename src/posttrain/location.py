@@ -9,10 +9,11 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,32 @@ def locate(location: str) -> Any:
         public = [entry for entry in vars(module) if not entry.startswith("_")]
         raise LocationError(f"{place} has no {name!r}.{did_you_mean(name, public)}")
     return getattr(module, name)
+
+
+def rows_from(location: str, options: Mapping[str, Any]) -> Iterator[Any]:
+    """What the function at a location returns or yields, one by one.
+
+    Raises LocationError: nothing is there, it takes other arguments, it fails (with what it raised, and where), or
+    what it returns cannot be gone through.
+    """
+    function = locate(location)
+    called = f"{location}({', '.join(options)})"
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise LocationError(f"{called} cannot be called so: {error}") from error
+    except ValueError:
+        pass  # a builtin without a signature: the call tells
+    try:
+        rows = function(**options)
+        if isinstance(rows, Iterable):
+            yield from rows
+            return
+    except (Exception, SystemExit) as error:
+        raise LocationError(f"{called} failed: {_raised(error)}") from error
+    if inspect.iscoroutine(rows):
+        rows.close()
+    raise LocationError(f"{called} returned {rows!r:.80}; expected rows: a list, or a generator")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -84,7 +111,12 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
     except (Exception, SystemExit) as error:
-        raised = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-        where = f", raised at {raised[-1].filename}:{raised[-1].lineno}"
-        at = "" if isinstance(error, SyntaxError) else where  # a syntax error names its own line
-        raise LocationError(f"{place} cannot be imported: {type(error).__name__}: {error}{at}") from error
+        raise LocationError(f"{place} cannot be imported: {_raised(error)}") from error
+
+
+def _raised(error: BaseException) -> str:
+    """What was raised, and the last line of a file on the way there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    where = f", raised at {frames[-1].filename}:{frames[-1].lineno}"
+    at = "" if isinstance(error, SyntaxError) else where  # a syntax error names its own line
+    return f"{type(error).__name__}: {error}{at}"

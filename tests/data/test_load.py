@@ -343,3 +343,12 @@ def test_notes_point_at_what_is_allowed_but_rarely_meant(tmp_path: Path) -> None
     text = "\n".join(load(jsonl(tmp_path / "q.jsonl", rows)).report_lines())
     assert "ground_truth_format: json_answers" in text
     assert 'answer_after: "####"' in text
+
+
+def test_what_a_file_could_not_take_later_is_refused_at_the_start() -> None:
+    rows = [{"id": "a\udce9", "question": "q?", "answer": "x"}, {"id": "b", "question": "[" * 99_999, "answer": "x"}]
+    source = SourceConfig(path="x.jsonl", columns={"id": "id"})  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="column 'id': holds half a character at position 1"):
+        tasks_from_rows(rows, source)
+    (task,) = tasks_from_rows(rows[1:], source)
+    assert task.prompt[0]["content"] == "[" * 99_999, "text that only looks like JSON, however deep"

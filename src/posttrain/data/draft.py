@@ -12,6 +12,7 @@ from posttrain.data.fields import (
     USUAL_COLUMNS,
     answers_of,
     columns_text,
+    encodable,
     fill_template,
     is_null,
     lookup,
@@ -128,4 +129,4 @@ def _name_text(row: Mapping[str, Any], columns: tuple[str, ...] | None, default:
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int) for item in names):
         raise FieldError(columns[0], "bad name", f"is {show(value)}", "a name is text or a whole number")
-    return ",".join(str(item) for item in names)
+    return encodable(",".join(str(item) for item in names), columns[0], "bad name")

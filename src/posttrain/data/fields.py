@@ -10,6 +10,7 @@ import string
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from posttrain.boundary.foreign_json import read_json
 from posttrain.data.config import SourceConfig
 from posttrain.data.problems import FieldError, show
 from posttrain.task import Message
@@ -222,7 +223,7 @@ def _json_answer(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return read_json(value)
     except ValueError as error:
         fix = "ground_truth_format: json_answers wants JSON text; use `answers` for plain text"
         raise FieldError(column, "bad ground truth", f"{show(value)} is no JSON ({error})", fix) from error
@@ -261,7 +262,7 @@ def _decoded(value: Any) -> Any:
     """JSON text of an object or list -> its value; anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
-            return json.loads(value)
+            return read_json(value)
         except ValueError:
             return value
     return value

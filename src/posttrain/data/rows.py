@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import glob
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from posttrain.boundary.foreign_json import read_json
 from posttrain.data.config import GLOB_CHARACTERS
 from posttrain.data.problems import DataError, Problem, show
-from posttrain.location import LocationError, locate
+from posttrain.location import LocationError, rows_from
 
 READ_ROWS = 2048  # rows decoded at a time
 LFS_HEAD = b"version https://git-lfs"
@@ -34,12 +34,9 @@ class Row:
 def call_for_rows(location: str, options: Mapping[str, Any]) -> list[Row]:
     """The rows that the user's function returns. Raises DataError when it is not there or returns other things."""
     try:
-        rows = locate(location)(**options)
+        listed = list(rows_from(location, options))
     except LocationError as error:
         raise DataError(f"data path {location!r}: {error}") from error
-    except TypeError as error:
-        raise DataError(f"{location}({', '.join(options)}) cannot be called so: {error}") from error
-    listed = list(rows)
     for number, row in enumerate(listed):
         if not isinstance(row, Mapping):
             raise DataError(f"{location} returned {show(row)} as row {number} (from 0); expected a dict of columns")
@@ -119,7 +116,7 @@ def _read_jsonl(path: Path, on_problem: OnProblem) -> Iterator[Row]:
 
 def _parsed_line(line: bytes, where: str, on_problem: OnProblem) -> Row | None:
     try:
-        values = json.loads(line.decode("utf-8-sig"))
+        values = read_json(line.decode("utf-8-sig"))
     except ValueError as error:  # also UnicodeDecodeError
         seen = f"is no JSON: {error}"
         on_problem(Problem(where=where, column="", kind="unreadable row", seen=seen, fix="correct or remove the line"))
@@ -140,7 +137,7 @@ def _read_json(path: Path, on_problem: OnProblem) -> Iterator[Row]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         text = file.read()
     try:
-        values = json.loads(text.decode("utf-8-sig"))
+        values = read_json(text.decode("utf-8-sig"))
     except ValueError as error:
         if text.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
             raise DataError(f"cannot read {path}: {error}") from error

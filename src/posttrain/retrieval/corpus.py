@@ -8,7 +8,6 @@ may be gzipped (.gz). Every error names the file and the row.
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,8 @@ from typing import Any, BinaryIO, Literal, cast, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from posttrain.location import is_location, locate
+from posttrain.boundary.foreign_json import read_json
+from posttrain.location import is_location, rows_from
 from posttrain.retrieval.protocol import Passage, quoted
 
 Row = tuple[int, Mapping[str, Any]]  # row number as people count (line of a jsonl file, else from 1), and its columns
@@ -134,7 +134,7 @@ def _has_words(row: Mapping[str, Any], passage: Passage) -> bool:
 
 def _rows(path: Path, options: Mapping[str, Any]) -> Iterator[Row]:
     if is_location(str(path)):
-        return enumerate(locate(str(path))(**options), start=1)
+        return enumerate(rows_from(str(path), options), start=1)
     name = path.name.removesuffix(".gz")
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
     reader = readers.get(Path(name).suffix)
@@ -190,10 +190,10 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 def _parse(data: bytes, where: str) -> Any:
     try:
-        return json.loads(data)
+        return read_json(data)
     except UnicodeDecodeError as error:
         raise CorpusError(f"{where}: not UTF-8 at byte {error.start}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise CorpusError(f"{where}: not JSON: {error}") from error
 
 
