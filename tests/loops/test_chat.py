@@ -18,13 +18,14 @@ from posttrain.config import ConfigError, EvalRunConfig, parse_config
 from posttrain.envs import SearchEnv
 from posttrain.envs.tiny_world import eval_rows
 from posttrain.loops.build import Stage
-from posttrain.loops.chat import Chat, task_of
+from posttrain.loops.chat import Chat, explained, task_of
 from posttrain.loops.show import ANSWER_STYLE, STYLES
 from posttrain.loops.target import find_target
 from posttrain.loops.watch import CALL_STYLE, HISTORY_REWRITTEN, READ_STYLE, Watched
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.scripted import ScriptedSampler
-from posttrain.trajectory import Source
+from posttrain.task import EpisodeInvalid, Invalid, Task
+from posttrain.trajectory import Source, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "tiny_search.yaml"
@@ -105,6 +106,19 @@ def test_a_search_that_is_down_is_told_and_is_no_answer():
     assert reply.invalid is not None
     assert reply.verdict.startswith("invalid: tool_down: ")
     assert "nobody answers" in reply.as_dict()["invalid"]
+
+
+def test_an_env_that_raises_shows_where_and_that_the_question_has_no_answer():
+    raised = EpisodeInvalid("env_error", "IndexError: tuple index out of range")
+    last = Trajectory(task_id="t", group_id="g", episode_id="e", outcome=Invalid(raised.reason, raised.detail))
+    last.info["traceback"] = 'File "guess.py", line 15'
+    said = explained(last, Task(id="t", prompt=()))
+    assert isinstance(said, Invalid)
+    assert said.detail.splitlines() == [
+        raised.detail,
+        'File "guess.py", line 15',
+        "The question has no accepted answer; --answer gives one to an env that reads it.",
+    ]
 
 
 def test_no_answer_is_told():

@@ -12,14 +12,16 @@ from rich.text import Text
 
 from posttrain.config import ConfigError, EvalRunConfig, parse_config
 from posttrain.data import DataError
-from posttrain.loops.build import load_part, load_renderer, make_stage
+from posttrain.data.problems import FieldError
+from posttrain.envs import SingleTurnEnv
+from posttrain.loops.build import check_playable, load_part, load_renderer, make_stage
 from posttrain.loops.chat import Chat, answer_of, check_request, find_task, task_of
 from posttrain.loops.person import HELP, Person
 from posttrain.loops.target import find_target
 from posttrain.loops.watch import CALL_STYLE, FAILED_STYLE, OTHER_CONVERSATION, READ_STYLE, documents_in
 from posttrain.runs.trajectories import read_trajectories
 from posttrain.sampler.scripted import ScriptedSampler
-from posttrain.task import Abstain, Score
+from posttrain.task import Abstain, Score, Task
 from posttrain.trajectory import Episode, Segment, Source
 
 TOOLS = '''
@@ -297,3 +299,18 @@ def test_a_row_whose_user_nobody_knows_stops_the_start(tmp_path):
     assert "names the interaction 'corecting', which is not known. Did you mean 'correcting'?" in said
     assert "rows.jsonl line 3" in said
     assert "takes lines; the row also gives line" in said
+
+
+class Picky(SingleTurnEnv):
+    """An env whose `check_task` fails in other ways than it should."""
+
+    def check_task(self, task: Task) -> Any:
+        return task.extra["level"] == 1
+
+
+def test_a_check_of_rows_that_breaks_names_the_row_and_one_that_returns_is_told_so():
+    named = Task(id="a", prompt=(), extra={"level": 2})
+    with pytest.raises(FieldError, match="the env picky cannot play it: check_task raised KeyError: 'level'"):
+        check_playable(Task(id="a", prompt=()), "picky", lambda name: Picky())
+    with pytest.raises(ConfigError, match="check_task of the env picky returned False; let it raise ValueError"):
+        check_playable(named, "picky", lambda name: Picky())

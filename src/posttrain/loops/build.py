@@ -19,7 +19,7 @@ from posttrain.data import TaskSet, load_tasks
 from posttrain.data.config import SourceConfig
 from posttrain.data.problems import FieldError
 from posttrain.endpoint import AgentEpisode, ExternalAgent, Host
-from posttrain.envs.protocol import check_env
+from posttrain.envs.protocol import awaited, check_env
 from posttrain.loops.collect import Collector, Credit
 from posttrain.loops.toolbox import open_tools, tools_for, warm
 from posttrain.retrieval.client import HttpRetriever
@@ -155,7 +155,7 @@ def env_to_look_at(name: str, config: RLConfig) -> Any:
     try:
         env = env_maker(name, config, None if config.retrieval is None else _NoSearch(), tools)()
         check_env(env)
-        asyncio.run(env.close())
+        asyncio.run(awaited(env.close))
         asyncio.run(close_tools(tools.values()))
     except ConfigError:
         raise
@@ -186,10 +186,13 @@ def check_playable(task: Task, name: str, envs: Callable[[str], Any]) -> None:
         raise FieldError("", "unknown env", seen, "correct the row, or describe the env under `envs`") from error
     check = getattr(env, "check_task", None)
     try:
-        if check is not None:
-            check(task)
-    except ValueError as error:
-        raise FieldError("", "not for its env", f"the env {name} cannot play it: {error}", "correct the row") from error
+        said = None if check is None else check(task)
+    except Exception as error:
+        why = f"{error}" if isinstance(error, ValueError) else f"check_task raised {type(error).__name__}: {error}"
+        raise FieldError("", "not for its env", f"the env {name} cannot play it: {why}", "correct the row") from error
+    if said is not None:
+        fix = "let it raise ValueError for a row that cannot be played, and return nothing"
+        raise ConfigError([f"check_task of the env {name} returned {said!r:.80}; {fix}"])
 
 
 def check_search(stage: Stage) -> None:

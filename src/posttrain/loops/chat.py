@@ -176,7 +176,7 @@ class Chat:
         parts, episode = self._runner.run(self._play(task, spec))
         self._played += parts
         asked = question if question is not None else str(task.prompt[-1].get("content")) if task.prompt else ""
-        outcome = parts[-1].outcome
+        outcome = explained(parts[-1], task)
         open_end = "</answer>" not in self._stop_strings(task)
         return Reply(question=asked, answer=answer_of(episode, untagged=open_end), episode=episode, outcome=outcome)
 
@@ -221,6 +221,17 @@ class Chat:
 
     def _stop_strings(self, task: Task) -> Sequence[str]:
         return getattr(self._stage.envs[task.env or self._config.env.name](), "stop_strings", ())
+
+
+def explained(last: Trajectory, task: Task) -> Outcome:
+    """A person who tries an env sees at once where it raised, and that a bare question has no accepted answer."""
+    outcome, raised = last.outcome, last.info.get("traceback")
+    if not isinstance(outcome, Invalid) or raised is None:
+        return outcome
+    lines = [outcome.detail, raised.rstrip()]
+    if not task.ground_truth:
+        lines.append("The question has no accepted answer; --answer gives one to an env that reads it.")
+    return replace(outcome, detail="\n".join(lines))
 
 
 def check_request(question: str | None, task: str | None, env: str | None, save: Path | None) -> None:
