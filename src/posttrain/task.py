@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 Message = dict[str, Any]  # {"role": ..., "content": ..., optionally "tool_calls", "name"}
 MOST_REWARD = 1e30  # beyond it float32, in which advantages are computed, does not hold the sum over a group
@@ -93,9 +93,11 @@ class Score:
             raise ValueError(f"a Score must be finite, and {MOST_REWARD:g} at most, got {value}; {fix}")
         _set(self, "value", value)
         _set(self, "components", _components(self.components))
-        if not isinstance(self.prediction, str | None):
-            raise TypeError(f"Score.prediction is a text or None, got {_seen(self.prediction)}")
-        _set(self, "prediction", None if self.prediction is None else storable(self.prediction))
+        prediction: object = self.prediction
+        if isinstance(prediction, str):
+            _set(self, "prediction", storable(prediction))
+        elif prediction is not None:
+            raise TypeError(f"Score.prediction is a text or None, got {_seen(prediction)}")
         if self.turns is None:
             return
         turns = tuple(0.0 if turn is None else _as_float(turn) for turn in self.turns)
@@ -178,12 +180,10 @@ def _reason(reason: object, of: str) -> str:
 
 def _components(given: object) -> dict[str, float]:
     """Numbers by name, without the parts that are None: not known."""
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise TypeError(f"Score.components holds numbers by name, got {_seen(given)}")
-    known = {storable(name): value for name, value in given.items() if value is not None}
     try:
-        return {name: _as_float(value) for name, value in known.items()}
-    except (TypeError, ValueError, RuntimeError) as error:
+        parts = dict(cast("Mapping[str, object]", given))
+        return {storable(name): _as_float(value) for name, value in parts.items() if value is not None}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"Score.components holds numbers by name, got {_seen(given)}") from error
 
 
