@@ -167,6 +167,7 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
         (["data.eval=[]", "checkpoint.keep_best=eval/reward"], "checkpoint.keep_best: nothing measures it"),
         (["checkpoint={keep_best: eval/reward, every: 5}", "eval.every=2"], "5 is no multiple of eval.every = 2"),
         (["run.name=a/b"], "run.name: String should match pattern"),
+        (["run.name=.."], "run.name: String should match pattern"),
     ],
 )
 def test_values_that_do_not_fit_together(load, overrides: list[str], message: str):
@@ -298,3 +299,10 @@ def test_a_key_that_is_written_out_is_refused_and_not_repeated(load, override: s
     said = refused(load, override)
     assert "must not hold a" in said or "not the key itself" in said
     assert "s3cret" not in said.replace(override, "")
+
+
+def test_paths_of_a_config_may_begin_at_home(load, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load("run.dir=~/runs/a", "model.path=~/models/m", "env.name=search", "retrieval={index: ~/wiki}")
+    assert (str(config.run.directory), config.model.path) == ("/home/me/runs/a", "/home/me/models/m")
+    assert str(config.retrieval.index) == "/home/me/wiki"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.location import LocationError, did_you_mean, is_location, locate, rows_from
+from posttrain.location import LocationError, at_home, did_you_mean, is_location, locate, rows_from
 
 
 @pytest.fixture(autouse=True)
@@ -130,3 +130,11 @@ def test_rows_of_a_function_and_what_is_wrong_with_others(here: Path) -> None:
     ):
         with pytest.raises(LocationError, match=said):
             list(rows_from(f"rows.py:{name}", options))
+
+
+def test_a_tilde_is_the_home_whatever_reads_the_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    (here / "mine.py").write_text("value = 3\n")
+    assert locate("~/mine.py:value") == 3
+    assert at_home(Path("~/runs")) == here / "runs"
+    assert (at_home("~/model"), at_home("org/model")) == (f"{here}/model", "org/model")

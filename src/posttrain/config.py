@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -21,6 +22,7 @@ from posttrain.algorithms import GROUP_ADVANTAGES, VALUE_TARGETS
 from posttrain.data.config import DataConfig
 from posttrain.endpoint.agent import ExternalAgent
 from posttrain.envs import ENVS, Env
+from posttrain.location import at_home
 from posttrain.retrieval.config import RetrievalConfig
 from posttrain.rewards.config import RewardConfig
 from posttrain.rollout import Limits
@@ -97,9 +99,13 @@ SAMPLING_RANKS = "ranks that sample themselves do not run ahead; set cluster.sam
 class RunConfig(Section):
     """Name, place, length and seed of the run."""
 
-    name: str = Field(default="run", pattern=r"^[\w.-]+$", description="letters, digits, dot, dash and underscore")
-    dir: Path | None = Field(default=None, description="the run directory; default runs/NAME")
-    seed: NonNegativeInt = 0
+    name: str = Field(
+        default="run", pattern=r"^[\w.-]*[\w-][\w.-]*$", description="letters, digits, dot, dash and underscore"
+    )  # not dots alone: runs/.. is the working folder
+    dir: Annotated[Path, AfterValidator(at_home)] | None = Field(
+        default=None, description="the run directory; default runs/NAME"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63)
     steps: PositiveInt = 100
     max_invalid_share: float = Field(
         default=0.5, ge=0, le=1, description="of a step's episodes; beyond it the run stops"

@@ -10,14 +10,16 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+AnyPath = TypeVar("AnyPath", str, Path)
 LOCATION = re.compile(r"^(?:[A-Za-z_][\w.]*|.+\.py):[A-Za-z_]\w*$")
 
 
@@ -38,11 +40,16 @@ def locate(location: str) -> Any:
     place, _, name = location.rpartition(":")
     if not is_location(location):
         raise LocationError(f"{location!r} is no location; write 'package.module:name' or 'path/to/file.py:name'")
-    module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
+    module = _load_file(at_home(Path(place))) if place.endswith(".py") else _import(place)
     if not hasattr(module, name):
         public = [entry for entry in vars(module) if not entry.startswith("_")]
         raise LocationError(f"{place} has no {name!r}.{did_you_mean(name, public)}")
     return getattr(module, name)
+
+
+def at_home(path: AnyPath) -> AnyPath:
+    """`~/runs` -> the folder of that name at home; nothing but a shell reads the tilde otherwise."""
+    return type(path)(os.path.expanduser(path))
 
 
 def rows_from(location: str, options: Mapping[str, Any]) -> Iterator[Any]:

@@ -491,6 +491,22 @@ def test_a_finished_run_comes_back_finished(tmp_path: Path):
     assert metric_rows(again) == metric_rows(first)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("steps: 2", "steps: 1"), "run.steps is 1, and 2 steps are done; raise it, or set it back"),
+        (("epochs: 1", "epochs: 2"), "2 steps of this batch are 4 updates, and the checkpoint has made 2; put batch"),
+    ],
+)
+def test_a_run_goes_on_only_by_a_plan_that_what_is_done_fits_into(tmp_path: Path, change: tuple[str, str], said: str):
+    trained(toy_config(tmp_path))
+    file = tmp_path / "run" / "config.yaml"
+    assert change[0] in file.read_text()
+    file.write_text(file.read_text().replace(*change))
+    with pytest.raises(ConfigError, match=said):
+        rl.resume(tmp_path / "run")
+
+
 def test_what_the_log_says_is_in_the_run_directory_and_only_while_the_run_is_open(tmp_path: Path):
     logger = logging.getLogger("posttrain")
     before = list(logger.handlers)

@@ -104,6 +104,15 @@ def test_wrong_values_have_a_line(load, text: str):
     assert "run.yaml:1: train" in refused(load, text)
 
 
+@pytest.mark.parametrize("given", [".inf", "1e400", "-.inf", ".nan", "nan"])
+def test_numbers_are_finite(load, given: str):
+    assert "run.yaml:1: train.lr: Input should be a finite number" in refused(load, f"train: {{lr: {given}}}")
+
+
+def test_not_a_number_is_refused_wherever_it_stands(load):
+    assert "run.yaml:1: options.a[0]: a number is needed, not NaN" in refused(load, "options: {a: [.nan]}")
+
+
 def test_a_bool_is_no_number_but_stays_a_bool_elsewhere(load):
     assert "run.yaml:1: train.steps: a number is needed, not a bool" in refused(load, "train: {steps: true}")
     assert load("train: {flag: true}\noptions: {a: true}").options == {"a": True}
@@ -250,12 +259,12 @@ def test_a_config_is_frozen(load):
 def test_saved_config_loads_equal(load, tmp_path: Path):
     config = load(
         "train: {lr: 1e-7, name: '1e-3', folder: a/b, flag: true}\n"
-        "parts: [{weight: .inf}]\noptions: {a: '\\${not.a.key}', b: [null, 'on', '007', '']}\n"
+        "parts: [{weight: 0.1}]\noptions: {a: '\\${not.a.key}', b: [null, 'on', '007', ''], c: .inf}\n"
     )
     assert config.options["a"] == "${not.a.key}"
     (tmp_path / "saved.yaml").write_text(config_yaml(config))
     assert load_config(Outer, tmp_path / "saved.yaml") == config
-    assert math.isinf(config.parts[0].weight)
+    assert math.isinf(config.options["c"])
 
 
 VALUES = st.recursive(
@@ -265,7 +274,11 @@ VALUES = st.recursive(
 )
 
 
-@given(name=st.text(max_size=30), lr=st.floats(allow_nan=False), options=st.dictionaries(st.text(min_size=1), VALUES))
+@given(
+    name=st.text(max_size=30),
+    lr=st.floats(allow_nan=False, allow_infinity=False),
+    options=st.dictionaries(st.text(min_size=1), VALUES),
+)
 @settings(max_examples=60, deadline=None)
 def test_any_text_survives_saving(name: str, lr: float, options: dict[str, Any]):
     config = Outer(train=Inner(name=name, lr=lr), options=options)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from posttrain.boundary.foreign_json import read_json
 from posttrain.data.config import GLOB_CHARACTERS
 from posttrain.data.problems import DataError, Problem, show
-from posttrain.location import LocationError, rows_from
+from posttrain.location import LocationError, at_home, rows_from
 
 READ_ROWS = 2048  # rows decoded at a time
 LFS_HEAD = b"version https://git-lfs"
@@ -47,7 +47,7 @@ def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
     """The files behind paths and globs, each once, globs sorted. Raises DataError when one matches nothing."""
     files: dict[Path, None] = {}
     for pattern in patterns:
-        path = root / Path(pattern).expanduser()
+        path = root / at_home(Path(pattern))
         matches = [path] if path.is_file() else []
         if not matches and GLOB_CHARACTERS & set(pattern):
             matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cluster.crew import NOBODY, Crew
-from posttrain.config import RLConfig, config_yaml, load_config, plan_of
+from posttrain.config import ConfigError, RLConfig, config_yaml, load_config, plan_of
 from posttrain.data import DataError, TaskStream
 from posttrain.loops.ahead import Ahead, Draw
 from posttrain.loops.background import Background
@@ -145,6 +145,11 @@ def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None, crew: C
         undo.callback(directory.close)
         config = load_config(RLConfig, directory.config_file)
         latest = _store(config, directory).latest()
+        if latest is not None and latest.step > config.run.steps:
+            fix = "raise it, or set it back"
+            raise ConfigError(
+                [f"{path / 'config.yaml'}: run.steps is {config.run.steps}, and {latest.step} steps are done; {fix}"]
+            )
         parts, plan = _prepare(config, on_plan, crew, undo)
         run = _assemble(config, directory, parts, plan, checkpoint=latest, crew=crew)
         directory.rewind(-1 if latest is None else run.step)  # -1: also the evaluation before the first step
@@ -376,6 +381,11 @@ def _restore(run: Run, state: dict, folder: Path) -> None:
     for line in changes:
         log.warning("resuming over changed data: %s", line)
     run.step = state["step"]
+    done, planned = run.learner.optimizer.steps_done, run.step * run.config.batch.optimizer_steps_per_step
+    if done != planned:
+        seen = f"{run.step} steps of this batch are {planned} updates, and the checkpoint has made {done}"
+        fix = "put batch.epochs and batch.prompts_per_mini_batch back, or start a run from the checkpoint (model.path)"
+        raise ConfigError([f"{run.directory.config_file}: {seen}; {fix}"])
     run.measured = state["measured"]
     load_states(run.parts.rewards, state.get("rewards", {}))
     if run.ahead is not None and "ahead" in state:

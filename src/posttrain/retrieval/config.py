@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from posttrain.location import at_home
 from posttrain.retrieval.bm25 import K1, B, BM25Retriever
 from posttrain.retrieval.client import HttpOptions, HttpRetriever, endpoint
 from posttrain.retrieval.corpus import EmptyPolicy, read_corpus
@@ -19,6 +20,7 @@ from posttrain.retrieval.rerank import RerankConfig, make_reranked
 from posttrain.retrieval.storage import StoredIndexError, read_manifest
 
 Kind = Literal["bm25", "dense", "hybrid", "remote"]
+HomePath = Annotated[Path, AfterValidator(at_home)]
 
 
 class HybridConfig(BaseModel):
@@ -36,9 +38,10 @@ class RetrievalConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Kind | None = None  # left out: what the index is; remote with a url; bm25 with a corpus
-    corpus: Path | None = None  # a file, or a function that returns its rows ("pkg.mod:function", "path.py:function")
+    corpus: HomePath | None = None
+    # a file, or a function that returns its rows ("pkg.mod:function", "path.py:function")
     corpus_options: dict[str, Any] = {}  # keyword arguments of such a function
-    index: Path | None = None
+    index: HomePath | None = None
     url: str | None = None  # of a server that speaks Search-R1's POST /retrieve
     top_k: int = Field(default=3, ge=1)  # passages per query
     k1: float = Field(default=K1, ge=0, allow_inf_nan=False)  # BM25 over `corpus`; an index has its own

@@ -12,12 +12,12 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import AutoConfig
@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import AutoModel
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from posttrain.location import is_location, locate
+from posttrain.location import at_home, is_location, locate
 
 Pooling = Literal["mean", "cls", "last", "max"]
 TextKind = Literal["query", "passage"]
@@ -40,12 +40,15 @@ class EncoderError(ValueError):
     """An encoder cannot be loaded, or is not the one that is needed; says what to do."""
 
 
+ModelPlace = Annotated[str, AfterValidator(at_home)]
+
+
 class EncoderConfig(BaseModel):
     """An encoder of passages and queries. What is left out is read from the model's own files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: str | None = None  # a directory, a name on the hub, or "pkg.mod:function" that returns a directory
+    model: ModelPlace | None = None  # a directory, a name on the hub, or "pkg.mod:function" that returns a directory
     # may be left out over an index, which names its own
     pooling: Pooling | None = None  # of the last layer's states: mean, cls (first), last, max
     normalize: bool | None = None  # to length 1, so that the inner product is the cosine

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import AutoModelForSequenceClassific
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from posttrain.boundary.foreign_json import read_json
-from posttrain.retrieval.encoder import DTYPES, EncoderError, model_folder, pick_device
+from posttrain.retrieval.encoder import DTYPES, EncoderError, ModelPlace, model_folder, pick_device
 from posttrain.retrieval.posts import HttpCounters, HttpOptions, JsonPosts, endpoint
 from posttrain.retrieval.protocol import Passage, RetrievalError, Retriever, check_top_k
 from posttrain.retrieval.wire import excerpt
@@ -26,7 +26,9 @@ class RerankConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: str | None = None  # a sequence classifier: directory, hub name, or "pkg.mod:function" returning a directory
+    model: ModelPlace | None = (
+        None  # a sequence classifier: directory, hub name, or "pkg.mod:function" returning a directory
+    )
     url: str | None = None  # of a server with vLLM's POST /rerank (also Jina's and Cohere's)
     served_model: str | None = None  # the `model` that requests to `url` name
     candidates: int = Field(default=50, ge=1)  # passages fetched and scored per query

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import AutoModelForSequenceClassific
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from posttrain.deadline import in_thread
-from posttrain.location import did_you_mean
+from posttrain.location import at_home, did_you_mean
 from posttrain.rewards.answers import outside_thoughts
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.model_options import ModelRewardConfig
@@ -107,7 +107,7 @@ class ModelReward:
 
 def _config_at(path: str) -> Any:
     """The config of a sequence classifier. Raises RewardError that says what was looked for, where, and what to do."""
-    folder = Path(path).expanduser()
+    folder = at_home(Path(path))
     here = f"options.path of the reward model is {path}"
     fix = "give a folder that save_pretrained wrote (config.json, *.safetensors, tokenizer.json), or a hub id"
     if folder.is_dir() and not (folder / "config.json").is_file():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """A part of a config: frozen, and without room for keys that nobody reads."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def key_error(key: str, message: str) -> PydanticCustomError:
@@ -226,15 +227,26 @@ def _validate(model: type[ModelT], data: dict[str, Any], source: _Source) -> Mod
     except ValidationError as error:
         problems = [_problem(model, data, details, source) for details in error.errors(include_url=False)]
         raise ConfigError(list(dict.fromkeys(problems))) from None
-    misread = [path for path in _bools(data, ()) if type(_value_at(config, path)) in (int, float)]
+    misread = {path: seen for path, value in _leaves(data, ()) if (seen := _misread(value, _value_at(config, path)))}
     if misread:
-        raise ConfigError([f"{source.place(path)}: {dotted(path)}: a number is needed, not a bool" for path in misread])
+        raise ConfigError(
+            [f"{source.place(path)}: {dotted(path)}: a number is needed, not {seen}" for path, seen in misread.items()]
+        )
     return config
+
+
+def _misread(value: Any, became: Any) -> str | None:
+    """What stands in the place of a number, and would be taken for one."""
+    if isinstance(value, bool) and type(became) in (int, float):
+        return "a bool"
+    return "NaN" if isinstance(became, float) and math.isnan(became) else None
 
 
 def _refuse_secrets(data: Any, source: _Source) -> None:
     """What ${oc.env:KEY} brings in, or somebody pastes, would be stored with the run and printed by commands."""
-    found = [(path, variable) for path, text in _texts(data, ()) if (variable := secret_in(text))]
+    found = [
+        (path, variable) for path, text in _leaves(data, ()) if isinstance(text, str) and (variable := secret_in(text))
+    ]
     if found:
         advice = "it would be stored with the run; name the variable instead (key_env, token_env, pass_env)"
         raise ConfigError(
@@ -245,20 +257,13 @@ def _refuse_secrets(data: Any, source: _Source) -> None:
         )
 
 
-def _texts(data: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    if isinstance(data, str):
+def _leaves(data: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """All that is neither a mapping nor a list, with its place."""
+    if not isinstance(data, dict | list):
         yield path, data
-    children = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, child in children:
-        yield from _texts(child, (*path, key))
-
-
-def _bools(data: Any, path: KeyPath) -> Iterator[KeyPath]:
-    if isinstance(data, bool):
-        yield path
-    children = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, child in children:
-        yield from _bools(child, (*path, key))
+        return
+    for key, child in data.items() if isinstance(data, dict) else enumerate(data):
+        yield from _leaves(child, (*path, key))
 
 
 def _value_at(config: Any, path: KeyPath) -> Any:

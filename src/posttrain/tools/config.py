@@ -6,11 +6,20 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from posttrain.location import LocationError, did_you_mean, is_location, locate
+from posttrain.location import LocationError, at_home, did_you_mean, is_location, locate
 from posttrain.sandbox import SandboxError
 from posttrain.tools.cache import Cached, Mode
 from posttrain.tools.function import FunctionTool
@@ -45,7 +54,7 @@ class CacheConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Mode = "off"  # use: ask for what is not stored; record: ask always; replay: never ask
-    path: Path = Path("runs/tool_cache")  # may be shared by processes and runs
+    path: Annotated[Path, AfterValidator(at_home)] = Path("runs/tool_cache")  # may be shared by processes and runs
     failures: bool = False  # store failed calls too
 
 

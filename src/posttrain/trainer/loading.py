@@ -6,16 +6,17 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError
 from torch import nn
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from posttrain.location import at_home
 from posttrain.trainer import attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,7 +29,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 class LoraConfig(BaseModel):
     """Adapters in the place of all weights (Hu et al. 2021, LoRA): W + alpha / rank * B A, where A and B train."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     rank: int = Field(default=16, ge=1, description="of A and B")
     alpha: float = Field(default=32.0, gt=0, description="the update B A counts alpha / rank times")
@@ -40,7 +41,7 @@ class LoraConfig(BaseModel):
     )
     exclude_modules: tuple[str, ...] = Field(default=(), description="of these, layers that get none")
     dropout: float = Field(default=0.0, description="0 only: the sampler has to compute what the trainer computes")
-    path: str | None = Field(
+    path: Annotated[str, AfterValidator(at_home)] | None = Field(
         default=None,
         description="a directory in peft's layout (adapter_config.json, adapter_model.safetensors) to start from; what "
         "is set beside it has to agree with it",
@@ -67,7 +68,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(
+    path: Annotated[str, AfterValidator(at_home)] = Field(
         description="a directory in Hugging Face layout (config.json, *.safetensors), the name of a model that is part "
         "of this package, or a hub id"
     )

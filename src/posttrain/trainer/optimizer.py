@@ -25,7 +25,7 @@ MASTER = "master"
 class OptimizerConfig(BaseModel):
     """AdamW (Loshchilov & Hutter 2019) and its schedule."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
     betas: tuple[float, float] = (0.9, 0.999)

@@ -7,19 +7,22 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain.boundary.redaction import SECRET_NAME
 from posttrain.boundary.urls import VariableName, server_url
+from posttrain.location import at_home
 from posttrain.tools.config import CacheConfig, ToolLimits
 from posttrain.tools.online.service import NotConfigured
 
 _URL = re.compile(r"^https?://[^/?#]+")
 _FROM_ENVIRONMENT = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")  # in a URL: {EXA_API_KEY}
 _NAME = re.compile(r"^[A-Za-z0-9_-]{1,32}$")
+
+HomePath = Annotated[Path, AfterValidator(at_home)]
 
 
 class McpServerConfig(BaseModel):
@@ -37,7 +40,7 @@ class McpServerConfig(BaseModel):
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}  # settings, no secrets: they are stored with the run's config
     pass_env: tuple[VariableName, ...] = ()  # environment variables that the child may see, such as keys
-    cwd: Path | None = None
+    cwd: HomePath | None = None
     tools: tuple[str, ...] | None = None  # the tools to take; all by default
     start_seconds: float = Field(default=60.0, gt=0)  # from starting or connecting to the list of tools
     call_seconds: float = Field(default=60.0, gt=0)  # one call, tried once
@@ -45,7 +48,7 @@ class McpServerConfig(BaseModel):
     cache: CacheConfig = CacheConfig()  # as of a tool
     max_restarts: int = Field(default=5, ge=0)  # in a row; a minute without a failure clears the count
     backoff_seconds: float = Field(default=0.5, ge=0)  # before the second restart in a row, doubling up to 8 s
-    log: Path | None = None  # where a child's stderr goes; by default only its end is kept, for error messages
+    log: HomePath | None = None  # where a child's stderr goes; by default only its end is kept, for error messages
 
     @model_validator(mode="before")
     @classmethod
