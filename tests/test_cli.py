@@ -189,6 +189,22 @@ def test_every_problem_of_a_config_is_told_at_once(command: Command) -> None:
     assert all(key in said for key in ("run.steps", "batch.epochs", "env.name"))
 
 
+def test_smoke_without_small_numbers_does_not_start_the_large_run(command: Command, tmp_path: Path) -> None:
+    assert (
+        "run.yaml: --smoke takes its small numbers from the section `smoke`"
+        in command("rl", "run.yaml", "--smoke").refused()
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told_without_a_traceback(command: Command, tmp_path: Path) -> None:
+    said = command("eval", "run.yaml", "--out", "run.yaml/out").refused()
+    assert f"run.yaml/out cannot be written: {tmp_path}/run.yaml is no folder" in said, "before anything is answered"
+    said = command("serve", "run.yaml", "--record", "run.yaml/record").refused()
+    assert "Not a directory" in said
+    assert "choose another place, or mend its permissions or the room on its disk" in said
+
+
 # ---------------------------------------------------------------- indexes
 
 

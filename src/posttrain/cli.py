@@ -3,6 +3,7 @@ when a command runs."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -21,6 +22,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. run.seed=1", show_default=False)]
+DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON line instead of a table.")]
 
 
@@ -33,13 +35,21 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        if not type(error).__module__.startswith("posttrain."):
+        told = _of_the_disk(error)
+        if told is None and not type(error).__module__.startswith("posttrain."):
             raise
-        text = "\n".join([str(error).rstrip(), *getattr(error, "__notes__", [])])
+        text = "\n".join([told or str(error).rstrip(), *getattr(error, "__notes__", [])])
         typer.secho(f"error: {text}", fg=typer.colors.RED, err=True)
         sys.exit(1)
     finally:
         log.removeHandler(warnings)
+
+
+def _of_the_disk(error: Exception) -> str | None:
+    """What to do about a disk that is full or may not be written to, which is nobody's bug; None = another error."""
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+        return None
+    return f"{error}; choose another place, or mend its permissions or the room on its disk"
 
 
 @app.command()
@@ -153,13 +163,14 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Answer the evaluation tasks with a model: reward, pass@k, mean@k, maj@k, by source, with intervals."""
-    from posttrain.loops.eval_run import default_folder, evaluate_target, report
+    from posttrain.loops.eval_run import check_place, default_folder, evaluate_target, report
     from posttrain.loops.target import find_target
 
     settings = {"eval.samples_per_prompt": samples, "eval.temperature": temperature}
     given = [f"{key}={value}" for key, value in settings.items() if value is not None]
     found = find_target(target, [*(overrides or ()), *given], config=config, checkpoint=checkpoint)
     folder = out if out is not None else default_folder(found)
+    check_place(folder)
     with _progress("answering") as watch:
         run = evaluate_target(found, watch)
     run.write(folder)
@@ -555,11 +566,16 @@ def _way_on(run: Any) -> str:
 
 
 def _rl_config(path: Path, overrides: list[str] | None, *, smoke: bool = False) -> Any:
-    from posttrain.config import RLConfig, load_config
+    from posttrain.config import ConfigError, RLConfig, load_config
 
     config = load_config(RLConfig, path, overrides or ())
     if not smoke:
         return config
+    if not config.smoke:
+        example = "smoke: {run.steps: 2, batch.prompts_per_step: 2}"
+        raise ConfigError(
+            [f"{path}: --smoke takes its small numbers from the section `smoke`; add one, e.g. {example}"]
+        )
     small = [f"{key}={json.dumps(value)}" for key, value in config.smoke.items()]
     folder = Path("runs") / f"{config.run.name}-smoke" / time.strftime("%Y%m%d-%H%M%S")
     return load_config(RLConfig, path, [f"run.dir={folder}", *small, *(overrides or ())])

@@ -70,7 +70,8 @@ class Reply:
         counts = Counter(call.name for call in self.episode.calls if call.name not in ANSWERING)
         used = ", ".join([f"calls: {n} {name}" for name, n in counts.items()] or ["calls: 0"])
         used = f"({used}, tokens: {self.episode.policy_token_count})"
-        lines = [f"no answer {used}" if self.answer is None else f"answer: {self.answer} {used}"]
+        ended = f", ended by {self.episode.stop_reason}" if self.episode.stop_reason else ""
+        lines = [f"no answer{ended} {used}" if self.answer is None else f"answer: {self.answer} {used}"]
         if isinstance(self.outcome, Score):
             parts = "".join(f", {name} {value:g}" for name, value in self.outcome.components.items() if value)
             lines.append(f"reward: {self.outcome.value:g}{parts}")
