@@ -301,8 +301,8 @@ def test_a_key_that_is_written_out_is_refused_and_not_repeated(load, override: s
     assert "s3cret" not in said.replace(override, "")
 
 
-def test_paths_of_a_config_may_begin_at_home(load, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+def test_paths_of_a_config_may_begin_at_home(load, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     config = load("run.dir=~/runs/a", "model.path=~/models/m", "env.name=search", "retrieval={index: ~/wiki}")
-    assert (str(config.run.directory), config.model.path) == ("/home/me/runs/a", "/home/me/models/m")
-    assert str(config.retrieval.index) == "/home/me/wiki"
+    assert (str(config.run.directory), config.model.path) == (f"{tmp_path}/runs/a", f"{tmp_path}/models/m")
+    assert str(config.retrieval.index) == f"{tmp_path}/wiki"

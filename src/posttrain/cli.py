@@ -3,7 +3,6 @@ when a command runs."""
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import logging
@@ -22,7 +21,6 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. run.seed=1", show_default=False)]
-DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON line instead of a table.")]
 
 
@@ -35,7 +33,9 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        told = _of_the_disk(error)
+        from posttrain.runs.durable import disk_problem
+
+        told = disk_problem(error)
         if told is None and not type(error).__module__.startswith("posttrain."):
             raise
         text = "\n".join([told or str(error).rstrip(), *getattr(error, "__notes__", [])])
@@ -43,13 +43,6 @@ def main() -> None:
         sys.exit(1)
     finally:
         log.removeHandler(warnings)
-
-
-def _of_the_disk(error: Exception) -> str | None:
-    """What to do about a disk that is full or may not be written to, which is nobody's bug; None = another error."""
-    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
-        return None
-    return f"{error}; choose another place, or mend its permissions or the room on its disk"
 
 
 @app.command()
@@ -566,19 +559,13 @@ def _way_on(run: Any) -> str:
 
 
 def _rl_config(path: Path, overrides: list[str] | None, *, smoke: bool = False) -> Any:
-    from posttrain.config import ConfigError, RLConfig, load_config
+    from posttrain.config import RLConfig, load_config, smoke_settings
 
     config = load_config(RLConfig, path, overrides or ())
     if not smoke:
         return config
-    if not config.smoke:
-        example = "smoke: {run.steps: 2, batch.prompts_per_step: 2}"
-        raise ConfigError(
-            [f"{path}: --smoke takes its small numbers from the section `smoke`; add one, e.g. {example}"]
-        )
-    small = [f"{key}={json.dumps(value)}" for key, value in config.smoke.items()]
     folder = Path("runs") / f"{config.run.name}-smoke" / time.strftime("%Y%m%d-%H%M%S")
-    return load_config(RLConfig, path, [f"run.dir={folder}", *small, *(overrides or ())])
+    return load_config(RLConfig, path, [f"run.dir={folder}", *smoke_settings(config, path), *(overrides or ())])
 
 
 @contextmanager

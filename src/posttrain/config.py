@@ -5,6 +5,7 @@ How a file is read is in `runs.config_file`, how a name becomes a function in `r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -88,6 +89,7 @@ __all__ = [
     "parse_config",
     "plan_of",
     "resolve",
+    "smoke_settings",
     "unknown_name",
 ]
 
@@ -540,3 +542,11 @@ def _check_sampler(config: RLConfig) -> None:
         raise key_error("sampler", f"transport, folder and max_probe_gap go with sampler.engine: {fix}")
     if config.sampler.engine != "native" and config.sampling.engines is not None:
         raise key_error("sampling.engines", "forwards side by side are the native engine's; leave it out")
+
+
+def smoke_settings(config: RLConfig, file: Path) -> list[str]:
+    """The overrides of `--smoke`. Raises ConfigError when there are none: the whole run would start."""
+    if not config.smoke:
+        example = "smoke: {run.steps: 2, batch.prompts_per_step: 2}"
+        raise ConfigError([f"{file}: --smoke takes its small numbers from the section `smoke`; add one: {example}"])
+    return [f"{key}={json.dumps(value)}" for key, value in config.smoke.items()]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
+
+_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 
 
 def sync_file(path: Path) -> None:
@@ -122,3 +125,10 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(child) for child in value]
     return value
+
+
+def disk_problem(error: BaseException) -> str | None:
+    """What to do about a disk that is full or may not be written to, which is nobody's bug; None = another error."""
+    if not isinstance(error, OSError) or error.errno not in _DISK:
+        return None
+    return f"{error}; choose another place, or mend its permissions or the room on its disk"
