@@ -180,6 +180,8 @@ def test_a_typing_error_in_a_file_is_told_with_its_line(command: Command, tmp_pa
     line = len((tmp_path / "typo.yaml").read_text().splitlines())
     assert f"typo.yaml:{line}: unknown key 'smok'. Did you mean 'smoke'?" in command("plan", "typo.yaml").refused()
     assert "ru.yaml: there is no such config file. Did you mean run.yaml?" in command("rl", "ru.yaml").refused()
+    (tmp_path / "link.yaml").symlink_to("gone.yaml")
+    assert "link.yaml: is a link to gone.yaml, which is not there" in command("rl", "link.yaml").refused()
     (tmp_path / "odd.yaml").write_text("run: [unclosed\n")
     assert re.search(r"odd.yaml:\d: not valid YAML", command("rl", "odd.yaml").refused())
 

@@ -161,6 +161,8 @@ def _read(path: Path) -> _Source:
     try:
         return _Source(str(path), path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if path.is_symlink():
+            raise ConfigError([f"{path}: is a link to {path.readlink()}, which is not there"]) from None
         near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")]) if path.parent.is_dir() else None
         hint = f" Did you mean {path.parent / near}?" if near else f" (looked from {str(Path.cwd())!r})"
         raise ConfigError([f"{path}: there is no such config file.{hint}"]) from None
