@@ -25,8 +25,8 @@ MADE = "<!-- Made by `python scripts/reference.py`; edit the code instead. -->\n
 CONFIG_HEAD = """# Config reference
 
 A config is one YAML file; `key=value` arguments override it (`run.seed=1`, `algorithm.kl_coef=1e-3`). `${run.seed}`
-refers to another key that the file or an override sets. An unknown key is an error that names the nearest valid one and its line. The resolved config of
-a run is `RUN/config.yaml`. Only `model.path` and `data.train` have no default.
+refers to another key that the file or an override sets. An unknown key is an error that names the nearest valid one and
+its line. The resolved config of a run is `RUN/config.yaml`. Only `model.path` and `data.train` have no default.
 """
 METRICS_HEAD = """# Metrics
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -37,6 +38,8 @@ async def within(call: Awaitable[T], ends: float | None) -> T:
     Raises DeadlinePassed at `ends` (event-loop clock), what the call raises, and RuntimeError when it ends itself.
     """
     job = asyncio.ensure_future(_contained(call))
+    if inspect.iscoroutine(call):
+        job.add_done_callback(lambda _: call.close())  # cancelled before it began: no "never awaited" warning
     try:
         await asyncio.sleep(0)  # all that code which never waits needs; a wait with a timer takes as long as a task
         if not job.done():

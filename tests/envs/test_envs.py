@@ -94,6 +94,23 @@ def test_within_passes_results_and_exceptions() -> None:
     asyncio.run(run())
 
 
+def test_code_that_is_cancelled_before_it_began_is_closed() -> None:
+    async def never() -> None:
+        raise AssertionError("began")
+
+    call = never()
+
+    async def run() -> None:
+        waiting = asyncio.ensure_future(within(call, None))
+        me = asyncio.current_task()
+        asyncio.get_running_loop().call_soon(lambda: [task.cancel() for task in asyncio.all_tasks() if task is not me])
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(run())
+    assert call.cr_frame is None
+
+
 def test_p54_code_past_its_deadline_or_no_longer_wanted_is_cancelled() -> None:
     cancelled: list[str] = []
 
