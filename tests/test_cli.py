@@ -293,9 +293,9 @@ def test_a_disk_that_is_full_is_told_and_the_run_can_go_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(posttrain.loops.learner, "save_file", full)
-        with pytest.raises(OSError, match="No space left on device") as caught:
-            command("rl", "run.yaml", "run.dir=r")
-    assert any("posttrain resume r" in note for note in caught.value.__notes__)
+        said = command("rl", "run.yaml", "run.dir=r").refused()
+    assert "No space left on device; choose another place" in said
+    assert "posttrain resume r" in said
     assert command("resume", "r").code == 0
     assert (tmp_path / "r" / "checkpoints" / "step-1" / "manifest.json").is_file()
 

@@ -125,7 +125,7 @@ def test_no_answer_is_told():
     with scripted(["I do not know."] * 3) as chat:
         reply = chat.ask("Where?")
     assert reply.answer is None
-    assert reply.verdict.startswith("no answer, ended by max_turns (calls: 0")
+    assert reply.verdict.startswith("no answer, ended by stop_id (calls: 0")
 
 
 def test_rewritten_history_is_shown_as_such():
