@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing.connection
 import os
 import resource
@@ -28,7 +29,7 @@ from posttrain.cluster.asking import PoolSampler
 from posttrain.cluster.beside import SECRET, Wish, calls_at
 from posttrain.cluster.crew import weights_folder
 from posttrain.cluster.launch import free_port
-from posttrain.cluster.line import HELLO_BYTES, Exchange, Line
+from posttrain.cluster.line import HELLO_BYTES, Exchange, Line, on_a_thread
 from posttrain.cluster.pool import Pool
 from posttrain.cluster.seat import Seat
 from posttrain.cluster.taking import Taking
@@ -151,11 +152,13 @@ def test_who_cannot_be_answered_for_want_of_files_is_answered_later(caplog: pyte
         one.close()
 
 
-def test_a_caller_who_says_too_much_at_once_is_a_stranger():
+@pytest.mark.parametrize("said", ["[1]", "7", '{"secret": "\\u00e9\\ud800"}', "GET / HTTP/1.1", "too much"])
+def test_whatever_a_stranger_says_who_calls_next_is_answered(said: str):
     exchange, admitted = Exchange("127.0.0.1"), list[Line]()
     exchange.keep_answering("sampler", admitted.append)
-    stranger = Line(socket.create_connection(exchange.address), 0)
-    stranger.send({"secret": exchange.secret, "rank": 1, "more": "x" * HELLO_BYTES})
+    caller = socket.create_connection(exchange.address, SECONDS)
+    stranger, long = Line(caller, 0), {"secret": exchange.secret, "rank": 1, "more": "x" * HELLO_BYTES}
+    caller.sendall((json.dumps(long) if said == "too much" else said).encode() + b"\n")
     assert stranger.receive() is None
     known = Line.call(exchange.address, exchange.secret, 2)
     until(lambda: [one.rank for one in admitted] == [2])
@@ -178,6 +181,14 @@ def test_only_the_address_that_others_call_is_listened_at():
     everywhere = Exchange("192.0.2.77")  # of a gateway, for instance
     socket.create_connection(("127.0.0.1", everywhere.address[1])).close()
     everywhere.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_members_on_other_machines_may_come_by_either_protocol():
+    stores = [listen(host, 2) for host in ("::1", "localhost")]
+    for host in ("::1", "127.0.0.1"):
+        for store in stores:
+            socket.create_connection((host, store.port)).close()
 
 
 def test_a_sampler_that_loads_its_model_when_the_run_ends_has_not_failed(tmp_path: Path):
@@ -233,6 +244,46 @@ def test_a_sampler_that_cannot_load_what_it_receives_keeps_nobody_waiting(pair_o
     thread.join()
     assert "out of memory" in failures
     assert len(failures) == 2, "and rank 0 is told"
+
+
+class Slow:
+    """An engine without a model that takes its time to give up version 1."""
+
+    def __init__(self) -> None:
+        self.failed, self.may_end, self.loaded = threading.Event(), threading.Event(), list[int]()
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        try:
+            self.loaded += [version for _ in tensors]
+        except RuntimeError:
+            self.failed.set()
+            assert self.may_end.wait(SECONDS)
+            raise
+
+
+def test_who_gives_up_a_transfer_does_not_break_the_next_one(pair_of_lines: tuple[Line, Line]):
+    engine = Slow()
+    taking: Any = Taking(engine, pair_of_lines[0])  # type: ignore[arg-type]
+
+    def begun(version: int) -> tuple[Any, Any]:
+        """What takes, and rank 0's end of the group."""
+        store = listen("127.0.0.1", 2)
+        meet = {"host": "127.0.0.1", "port": store.port, "world": 2, "backend": "gloo", "rank": 1}
+        order = {"do": "weights", "version": version, "rank": 0, "meet": meet}
+        taking.hear(order)
+        return on_a_thread(lambda: taking.load(order)), open_group(store, rank=0, world=2, backend="gloo")
+
+    first, broken = begun(1)
+    until(lambda: taking._group is not None)
+    broken.abort()
+    assert engine.failed.wait(SECONDS)
+    second, whole = begun(2)
+    until(lambda: taking._group is not None)
+    engine.may_end.set()
+    assert isinstance(first.exception(SECONDS), RuntimeError)
+    send([("weight", torch.zeros(4))], whole)
+    second.result(SECONDS)
+    assert engine.loaded == [2]
 
 
 def give(group: Any, failures: list[str]) -> None:

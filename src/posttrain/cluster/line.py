@@ -178,8 +178,9 @@ class Exchange:
         """None for who does not know the secret."""
         connection.settimeout(HELLO_SECONDS)
         line = Line(connection, -1, kind)
-        said = line.receive(HELLO_BYTES) or {}
-        if not hmac.compare_digest(str(said.get("secret")), self.secret):
+        said: Any = line.receive(HELLO_BYTES)
+        secret = str(said.get("secret")) if isinstance(said, dict) else ""  # a stranger may say anything
+        if not hmac.compare_digest(secret.encode(errors="replace"), self.secret.encode()):
             line.close()
             return None
         connection.settimeout(None)

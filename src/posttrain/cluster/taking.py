@@ -36,8 +36,9 @@ class Taking:
         if said is not None and said.get("do") == "piece":
             self._pieces.put(said)
             return True
-        if said is None or said.get("meet") is not None:
-            self._leave()
+        group = self._group
+        if group is not None and (said is None or said.get("meet") is not None):
+            self._leave(group)  # another one comes, so this one has broken, or it has done its part
         if said is None or said.get("do") == "weights":
             self._pieces.put(None)
             self._pieces = SimpleQueue()
@@ -54,10 +55,11 @@ class Taking:
         elif "buckets" in order:
             self.engine.load(self._from_memory(order), version, **how)
         else:
+            group = self._met(order["meet"])
             try:
-                self.engine.load(self._from_group(order["meet"]), version, **how)
+                self.engine.load(receive(group), version, **how)
             except BaseException:
-                self._leave()  # nothing more is received here, and rank 0 would send on for minutes
+                self._leave(group)  # nothing more is received here, and rank 0 would send on for minutes
                 raise
 
     def close(self) -> None:
@@ -77,19 +79,20 @@ class Taking:
 
         return take_over(read_buckets(order["buckets"]), self._buffers, hear)
 
-    def _from_group(self, meet: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
+    def _met(self, meet: Mapping[str, Any] | None) -> Group:
+        """A new group, or with None the last one."""
         if meet is not None:
             self._meet(meet)
         group = self._group
         if group is None:
             raise RuntimeError("another process group was called for meanwhile")
-        return receive(group)
+        return group
 
-    def _leave(self) -> None:
-        """Another group comes, so this one has broken, or it has done its part. Who waits in it gets an error."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+    def _leave(self, group: Group) -> None:
+        """Who waits in it gets an error. Another one, for the next transfer, may be there already."""
+        if self._group is group:
+            self._group = None
+        group.abort()
 
     def _meet(self, meet: Mapping[str, Any]) -> None:
         if meet["backend"] == "nccl":

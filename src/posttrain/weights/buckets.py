@@ -54,9 +54,10 @@ def listen(host: str, world: int) -> Any:
 
     Members of one machine meet at an address that no other machine sees, where torch would listen at all.
     """
-    server = socket.create_server((host if host == "127.0.0.1" else "", 0))
-    how: dict[str, Any] = {"port": int(server.getsockname()[1]), "master_listen_fd": server.detach()}
-    how |= {"is_master": True, "timeout": JOIN, "wait_for_workers": False}
+    how: dict[str, Any] = {"port": 0, "is_master": True, "timeout": JOIN, "wait_for_workers": False}
+    if host == "127.0.0.1":
+        server = socket.create_server((host, 0))
+        how |= {"port": int(server.getsockname()[1]), "master_listen_fd": server.detach()}
     return distributed.TCPStore(host, world_size=world, **how)  # type: ignore[reportPrivateImportUsage]
 
 
