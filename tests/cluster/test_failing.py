@@ -184,11 +184,14 @@ def test_only_the_address_that_others_call_is_listened_at():
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
-def test_members_on_other_machines_may_come_by_either_protocol():
+def test_who_is_on_another_machine_may_call_by_either_protocol():
     stores = [listen(host, 2) for host in ("::1", "localhost")]
+    exchanges = [Exchange(host) for host in ("2001:db8::77", "node-7")]
     for host in ("::1", "127.0.0.1"):
-        for store in stores:
-            socket.create_connection((host, store.port)).close()
+        for port in [store.port for store in stores] + [exchange.address[1] for exchange in exchanges]:
+            socket.create_connection((host, port)).close()
+    for exchange in exchanges:
+        exchange.close()
 
 
 def test_a_sampler_that_loads_its_model_when_the_run_ends_has_not_failed(tmp_path: Path):

@@ -6,10 +6,10 @@ Address and secret are known from elsewhere: to ranks by `torch.distributed`, to
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import logging
 import os
-import re
 import secrets
 import socket
 import threading
@@ -190,10 +190,13 @@ class Exchange:
 
 def _listening(host: str, port: int) -> socket.socket:
     """At this address alone, if it is one of this machine's. A name may lead elsewhere here than on other machines, and
-    an address may be that of a gateway: then at all."""
-    if re.fullmatch(r"[\d.]+", host):
+    an address may be that of a gateway: then at all, by IPv4 and IPv6."""
+    with suppress(ValueError, OSError):
+        six = ipaddress.ip_address(host).version == 6
+        return socket.create_server((host, port), family=socket.AF_INET6 if six else socket.AF_INET)
+    if socket.has_dualstack_ipv6():
         with suppress(OSError):
-            return socket.create_server((host, port))
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
