@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.runs.directory import RunDirectory, RunError
-from posttrain.runs.durable import JsonLog, read_rows, remove_tree, sweep, write_atomic
+from posttrain.runs.durable import JsonLog, disk_problem, read_rows, remove_tree, sweep, write_atomic
 
 
 def test_a_new_run_has_its_config_and_plan(tmp_path: Path):
@@ -153,3 +154,14 @@ def test_atomic_write_and_removal_leave_no_traces(tmp_path: Path):
     (tmp_path / ".draft-y").touch()
     sweep(tmp_path, (".draft-",))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_what_is_denied_besides_files_is_not_taken_for_the_disk(tmp_path: Path):
+    """Of a port or another process the traceback is what tells."""
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError) as denied:
+        (tmp_path / "file" / "below").read_text()
+    assert "choose another place" in str(disk_problem(denied.value))
+    assert disk_problem(OSError(errno.ENOSPC, "No space left on device")), "a write names no file"
+    assert disk_problem(PermissionError(errno.EACCES, "Permission denied (while attempting to bind)")) is None
+    assert disk_problem(ProcessLookupError(errno.ESRCH, "No such process")) is None

@@ -10,7 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+_FULL = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR)  # also of ports and processes: then no file is named
 
 
 def sync_file(path: Path) -> None:
@@ -129,6 +130,8 @@ def _finite(value: Any) -> Any:
 
 def disk_problem(error: BaseException) -> str | None:
     """What to do about a disk that is full or may not be written to, which is nobody's bug; None = another error."""
-    if not isinstance(error, OSError) or error.errno not in _DISK:
+    if not isinstance(error, OSError):
+        return None
+    if error.errno not in _FULL and (error.errno not in _CLOSED or error.filename is None):
         return None
     return f"{error}; choose another place, or mend its permissions or the room on its disk"
