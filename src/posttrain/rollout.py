@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from posttrain.chat import ChatError
+from posttrain.chat.template import THINK_OPEN
 from posttrain.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.budget import ObservationCutter, TextCodec
 from posttrain.envs.protocol import Action, Env, Observation, Step, awaited, check_env
@@ -552,7 +553,7 @@ class _Reader:
 
 def opens_thought(context: Sequence[int], codec: TextCodec) -> bool:
     """Whether a turn after these tokens begins inside a thought: they end with `<think>` and white space."""
-    return codec.decode(context[-THINK_TAIL:]).rstrip().endswith("<think>")
+    return codec.decode(context[-THINK_TAIL:]).rstrip().endswith(THINK_OPEN)
 
 
 def _text_of(ids: Sequence[int], stop_reason: StopReason | None, codec: TextCodec) -> str:

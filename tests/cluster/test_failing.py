@@ -225,11 +225,11 @@ class Takes:
                 raise RuntimeError("out of memory")
 
 
-def test_a_sampler_that_cannot_load_what_it_receives_keeps_nobody_waiting(pair_of_lines: tuple[Line, Line]):
+def test_a_sampler_that_cannot_load_what_it_receives_keeps_nobody_waiting(pair: tuple[Line, Line]):
     """It leaves the process group, where rank 0 would send on until its patience of minutes is over."""
     store, failures = listen("127.0.0.1", 2), list[str]()
     meet = {"host": "127.0.0.1", "port": store.port, "world": 2, "backend": "gloo", "rank": 1}
-    taking: Any = Taking(Takes(fails=True), pair_of_lines[0])  # type: ignore[arg-type]
+    taking: Any = Taking(Takes(fails=True), pair[0])  # type: ignore[arg-type]
 
     def take() -> None:
         try:
@@ -264,9 +264,9 @@ class Slow:
             raise
 
 
-def test_who_gives_up_a_transfer_does_not_break_the_next_one(pair_of_lines: tuple[Line, Line]):
+def test_who_gives_up_a_transfer_does_not_break_the_next_one(pair: tuple[Line, Line]):
     engine = Slow()
-    taking: Any = Taking(engine, pair_of_lines[0])  # type: ignore[arg-type]
+    taking: Any = Taking(engine, pair[0])  # type: ignore[arg-type]
 
     def begun(version: int) -> tuple[Any, Any]:
         """What takes, and rank 0's end of the group."""
@@ -295,17 +295,6 @@ def give(group: Any, failures: list[str]) -> None:
         send([(str(number), torch.zeros(1 << 20)) for number in range(32)], group, 1 << 22)
     except RuntimeError as error:
         failures.append(str(error))
-
-
-@pytest.fixture
-def pair_of_lines() -> Iterator[tuple[Line, Line]]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        calling = socket.create_connection(listening.getsockname())
-        answering, _ = listening.accept()
-    lines = Line(answering, 1), Line(calling, 0)
-    yield lines
-    for line in lines:
-        line.close()
 
 
 def test_runs_that_keep_weights_in_one_folder_do_not_meet_there(tmp_path: Path):

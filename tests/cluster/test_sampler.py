@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict
 
 import pytest
@@ -23,18 +21,6 @@ PARAMS = SamplingParams(max_new_tokens=6, stop_ids=frozenset({3}), stop_strings=
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     return Policy.load("tiny_search_base")
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Line, Line]]:
-    """Both ends of a line: rank 0's, rank 1's."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        other = socket.create_connection(server.getsockname())
-        one, _ = server.accept()
-    lines = Line(one, 1), Line(other, 0)
-    yield lines
-    for line in lines:
-        line.close()
 
 
 def answer(line: Line, sampler: NativeSampler) -> None:
