@@ -26,8 +26,8 @@ class RerankConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    # a sequence classifier: directory, hub name, or "pkg.mod:function" returning a directory
     model: ModelPlace | None = None
+    # a sequence classifier: directory, hub name, or "pkg.mod:function" returning a directory
     url: str | None = None  # of a server with vLLM's POST /rerank (also Jina's and Cohere's)
     served_model: str | None = None  # the `model` that requests to `url` name
     candidates: int = Field(default=50, ge=1)  # passages fetched and scored per query
