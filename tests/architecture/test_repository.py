@@ -93,7 +93,21 @@ def test_scripts_named_in_texts_exist():
 
 
 def test_scripts_are_executable_and_strict():
-    for name in ("scripts/test", "scripts/check", "scripts/demo", ".ci/run"):
-        path = ROOT / name
-        assert path.stat().st_mode & 0o111, f"{name} cannot be executed"
-        assert "set -euo pipefail" in path.read_text(), f"{name} goes on after errors"
+    sourced = ROOT / "scripts" / "venv"
+    commands = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix and path != sourced]
+    for path in [*commands, ROOT / ".ci" / "run"]:
+        assert path.stat().st_mode & 0o111, f"{path} cannot be executed"
+        assert "set -euo pipefail" in path.read_text(encoding="utf-8"), f"{path} goes on after errors"
+
+
+def test_the_script_for_gpus_runs_every_file_that_asks_for_one():
+    asks = re.compile(r"torch\.cuda\.(device_count|is_available)\(\)")
+    without = {"tests/loops/test_doctor.py"}  # says what is off without a GPU
+    asking = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if asks.search(path.read_text(encoding="utf-8"))
+    }
+    listed = set(re.findall(r"tests/\S+\.py", (ROOT / "scripts" / "test_gpu").read_text(encoding="utf-8")))
+    assert asking - without - listed == set()
+    assert [name for name in sorted(listed) if not (ROOT / name).is_file()] == []
