@@ -107,9 +107,10 @@ class Strange(BaseHTTPRequestHandler):
 
     answers: list[tuple[int, Any]] = []  # noqa: RUF012 - set by the tests
     bodies: list[Any] = []  # noqa: RUF012
+    kind = "vllm"
 
     def do_GET(self) -> None:
-        self._say(200, {"data": [{"id": "a", "owned_by": "vllm", "max_model_len": 50}, {"id": "b"}]})
+        self._say(200, {"data": [{"id": "a", "owned_by": self.kind, "max_model_len": 50}, {"id": "b"}]})
 
     def do_POST(self) -> None:
         self.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
@@ -129,7 +130,7 @@ class Strange(BaseHTTPRequestHandler):
 @pytest.fixture
 def strange() -> Iterator[str]:
     http = ThreadingHTTPServer(("127.0.0.1", 0), Strange)
-    Strange.answers, Strange.bodies = [], []
+    Strange.answers, Strange.bodies, Strange.kind = [], [], "vllm"
     thread = threading.Thread(target=http.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{http.server_port}/v1"
@@ -157,6 +158,24 @@ def test_a_busy_server_is_asked_again_with_the_same_seed(strange: str, monkeypat
     Strange.answers = [(503, {"error": {"message": "still"}})] * 4
     with pytest.raises(SamplerError, match="status 503: still"):
         ask(strange)
+
+
+def test_sglang_is_asked_in_its_own_words_and_asked_again_behind_the_models_end_token(strange: str) -> None:
+    """With ignore_eos it would ignore our stops, too; without, it ends turns where the model's card says."""
+    Strange.kind = "sglang"
+    ended = {"finish_reason": "stop", "matched_stop": 9}
+    Strange.answers = [
+        (200, choice(token_ids=[5, 9], **ended)),
+        (200, choice(token_ids=[6, 7], logprobs={"token_logprobs": [-3.0, -4.0]}, **ended)),
+    ]
+    params = SamplingParams(max_new_tokens=8, stop_ids=frozenset({7}))
+    (sampled,) = together(ServerSampler(strange).sample([1], params, seed=3))
+    assert (sampled.ids, sampled.logprobs, sampled.stop_reason) == ([5, 9, 6, 7], [-1, -2, -3, -4], StopReason.STOP_ID)
+    first, second = Strange.bodies
+    asked = ("prompt", "max_tokens", "seed", "stop_token_ids", "no_stop_trim", "skip_special_tokens", "top_k")
+    assert [first[key] for key in asked] == [[1], 8, 3, [7], True, False, -1]
+    assert [second[key] for key in asked] == [[1, 5, 9], 6, 5, [7], True, False, -1]
+    assert "ignore_eos" not in first
 
 
 def test_servers_that_do_not_say_what_they_sampled_are_refused(strange: str) -> None:

@@ -1,9 +1,10 @@
 """A server as a sampler, for evaluation and generation: OpenAI's /v1/completions with token ids in and out.
 
-Served by vLLM (`python -m vllm.entrypoints.openai.api_server`) or by `posttrain serve`; both return the ids that were
-sampled when asked. What they stop at is looked at here once more, so that a turn ends as with every other sampler.
-The weights are the server's own: `version` is 0, and nothing is trained by what it says. The log-probs of a vLLM
-server are those of its `--logprobs-mode`; for temperatures other than 1 that must be processed_logprobs.
+Served by vLLM (`python -m vllm.entrypoints.openai.api_server`), SGLang (`python -m sglang.launch_server`) or `posttrain
+serve`; all return the ids that were sampled when asked. What they stop at is looked at here once more, so that a turn
+ends as with every other sampler. The weights are the server's own: `version` is 0, and nothing is trained by what it
+says. The log-probs of a vLLM server are those of its `--logprobs-mode`; for temperatures other than 1 that must be
+processed_logprobs. Those of SGLang are taken after the temperature and before top_p and top_k.
 """
 
 from __future__ import annotations
@@ -27,13 +28,22 @@ FIRST_PAUSE = 0.5  # seconds; doubles with each try
 LONGEST_PAUSE = 5.0
 AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 SHOWN = 300  # characters of an answer in an error
-VLLM_ONLY = {
-    "ignore_eos": True,
-    "skip_special_tokens": False,
-    "include_stop_str_in_output": True,
-    "top_k": 0,  # these, if not said, are the model's generation_config.json's
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
+EXACTLY = {  # by `owned_by` of the model's card: sample as was asked, and answer with all that was sampled
+    "vllm": {
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "top_k": 0,  # these, if not said, are the model's generation_config.json's
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    },
+    "sglang": {  # without ignore_eos, under which it ignores stop_token_ids, too
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    },
 }
 
 
@@ -117,8 +127,7 @@ class ServerSampler:
             "return_token_ids": True,
             "stop_token_ids": sorted(params.stop_ids),
         }
-        if self._card.get("owned_by") == "vllm":
-            body |= VLLM_ONLY
+        body |= EXACTLY.get(str(self._card.get("owned_by")), {})
         if params.top_k:
             body["top_k"] = params.top_k
         if params.stop_strings:
@@ -138,7 +147,7 @@ class ServerSampler:
         if not ids or not logprobs or len(ids) != len(logprobs):
             raise SamplerError(
                 f"{self.url} does not tell which tokens it sampled (token_ids, and a log-prob for each): only servers "
-                "that understand return_token_ids can be used, such as vLLM and posttrain serve"
+                "that understand return_token_ids can be used, such as vLLM, newer SGLang and posttrain serve"
             )
         for token, logprob in zip(ids, logprobs, strict=True):
             request.ids.append(int(token))
@@ -146,7 +155,7 @@ class ServerSampler:
             request.versions.append(version)
             if ends(request):
                 return True
-        if reason == "abort" and self.interruptible:
+        if self._goes_on(reason):
             return False
         if reason != "length":
             raise SamplerError(
@@ -160,6 +169,13 @@ class ServerSampler:
             stop_reason=StopReason.LENGTH,
         )
         return True
+
+    def _goes_on(self, reason: str) -> bool:
+        """Whether the rest of a turn that has met none of its stops is to be asked for by another request. SGLang ends
+        one at the model's own end token, too."""
+        if reason == "stop":
+            return self._card.get("owned_by") == "sglang"
+        return reason == "abort" and self.interruptible
 
     async def _client(self) -> httpx.AsyncClient:
         """The connections of the running loop. The first caller asks who the server is, and the others wait for it."""
