@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,6 +24,7 @@ Value = TypeVar("Value")
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 PATIENCE = timedelta(minutes=30)  # the longest that one rank may keep the others waiting in a collective
+LETTING_GO_SECONDS = 0.1
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -220,6 +222,13 @@ def _meeting(rank: int, size: int, port: int) -> dict[str, Any]:
 
 
 def leave_ranks() -> None:
-    """Ends what `join_ranks` began."""
+    """Ends what `join_ranks` began.
+
+    A thread of gloo lets go of a collective's tensors some time after that has returned, and needs the interpreter's
+    lock for it. If it finds the interpreter ending, the process is ended by SIGABRT ("terminate called without an
+    active exception"), which a launcher takes for a kill from outside. Meshes and sharded layers keep the groups, and
+    so their threads, until then; hence the pause, in which the lock is free.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(LETTING_GO_SECONDS)
