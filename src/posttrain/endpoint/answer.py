@@ -14,10 +14,10 @@ from typing import Literal
 
 from posttrain.chat import Renderer
 from posttrain.chat.calls import Attempt, CallParser
-from posttrain.chat.template import THINK_CLOSE, THINK_OPEN
 from posttrain.endpoint.calls import CallForm, call_id
 from posttrain.endpoint.wire import Asked, MadeCall
 from posttrain.sampler.protocol import Sampled
+from posttrain.thought import THINK_CLOSE, THINK_OPEN
 from posttrain.trajectory import CallStatus, StopReason, ToolCall
 
 REPLACEMENT = "\ufffd"  # what decoders show for an incomplete character

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.rewards.answers import outside_thoughts
 from posttrain.rewards.normalize import normalize_answer
 from posttrain.rewards.numeric import boxed_content
 from posttrain.rewards.scoring import Reward, score_group
 from posttrain.task import Abstain, Invalid, Outcome, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode, Segment, Source
 
 TAGGED = "<think> I know this. </think> <answer> {answer} </answer>"
