@@ -91,13 +91,13 @@ class Learner:
             value = straight_through(value, functions["kl_gradient"](logprobs, ref_logprobs, mask))
         return value if algorithm.kl_limit is None else bounded(value, algorithm.kl_limit)
 
-    def adapt_kl_coef(self, measured: float | None, episodes: int) -> None:
+    def adapt_kl_coef(self, measured: float, episodes: int) -> None:
         """One step of the adaptive KL controller, after each rollout; without `algorithm.kl_target` nothing happens.
 
-        measured: mean KL per token, None = not known. episodes: how many were rolled out.
+        measured: mean KL per token. episodes: how many were rolled out.
         """
         algorithm = self.config.algorithm
-        if algorithm.kl_target is not None and measured is not None:
+        if algorithm.kl_target is not None:
             target, horizon = algorithm.kl_target, algorithm.kl_horizon
             self.kl_coef = adapted_kl_coef(self.kl_coef, measured, target=target, horizon=horizon, episodes=episodes)
 
