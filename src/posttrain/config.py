@@ -48,7 +48,7 @@ from posttrain.sampler.config import PUBLISHED, SamplerConfig
 from posttrain.sampler.protocol import MIN_TEMPERATURE
 from posttrain.tools.config import ToolConfig
 from posttrain.tools.mcp.config import McpServerConfig
-from posttrain.trainer.backends import Asked, backend_problem
+from posttrain.trainer.backends import RunNeeds, backend_problem
 from posttrain.trainer.critic import CriticConfig
 from posttrain.trainer.loading import ModelConfig
 from posttrain.trainer.optimizer import OptimizerConfig, lr_at
@@ -460,14 +460,14 @@ def _check_asynchronous(config: RLConfig) -> None:
 
 
 def _check_trainer(config: RLConfig) -> None:
-    asked = Asked(
+    needs = RunNeeds(
         samplers_apart=config.cluster.samplers > 0,
         shards_on_disk=config.checkpoint.sharded,
         compiles=config.model.compile is True,
         adapters=config.model.lora is not None,
         critic=config.critic is not None,
     )
-    problem = backend_problem(config.trainer, asked)
+    problem = backend_problem(config.trainer, needs)
     if problem is not None:
         raise key_error(*problem)
 

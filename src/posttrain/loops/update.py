@@ -11,8 +11,8 @@ from torch import Tensor
 from posttrain.algorithms.losses import entropy_bonus
 from posttrain.algorithms.values import value_loss
 from posttrain.loops.credit import mini_batches
+from posttrain.loops.data_parallel import bins_for, descend_together
 from posttrain.loops.learner import Learner
-from posttrain.loops.together import bins_for, descend_together
 from posttrain.packing import Batch, select
 from posttrain.trainer.optimizer import Optimizer, Stepper, StepReport, non_finite_segments
 from posttrain.trainer.parallel import accumulate_gradients

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from posttrain.runs import activations
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
 from posttrain.runs.model_shape import ModelShape
-from posttrain.trainer.stretches import BUCKET_ELEMENTS
+from posttrain.trainer.distributed_optimizer import BUCKET_ELEMENTS
 
 GIB = 2**30
 ERROR_BAND = 0.15  # estimates are this close to measured peaks; see docs/planning.md
@@ -251,7 +251,7 @@ def _sums(plant: Plant, count: int) -> int:
 
 
 def _own_sums(plant: Plant) -> int:
-    """`_sums` of a StretchedOptimizer: this rank's stretches, and one bucket being reduced, which gloo copies."""
+    """`_sums` of a DistributedOptimizer: this rank's stretches, and one bucket being reduced, which gloo copies."""
     layout, trained = plant.layout, plant.policy.trained
     if not layout.stretched:
         return 0

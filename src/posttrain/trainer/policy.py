@@ -99,7 +99,7 @@ class Policy:
         """Shards the parameters over `ranks`, in place. From now on a forward is a collective: all ranks run as many.
 
         DeepSpeed shards them when its optimizer is made (`zero.ZeroOptimizer`); with `ddp` weights stay whole on every
-        rank (`stretches.StretchedOptimizer`), and nothing is done here.
+        rank (`distributed_optimizer.DistributedOptimizer`), and nothing is done here.
 
         sequence: the ranks that work on the same micro-batch and divide its rows among them; None = no such ranks.
         """
