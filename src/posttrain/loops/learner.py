@@ -1,4 +1,4 @@
-"""Who learns: policy, critic and their optimizers, the frozen reference; and what of them a checkpoint holds."""
+"""The models of a run: policy, critic, their optimizers, the frozen reference; and what a checkpoint holds of them."""
 
 from __future__ import annotations
 

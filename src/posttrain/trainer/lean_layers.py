@@ -34,7 +34,7 @@ _seen: WeakSet[nn.Module] = WeakSet()  # decoders that have been looked at
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What attention of one layer was asked with."""
+    """The arguments with which one layer asks for attention."""
 
     scaling: float
     sliding_window: int | None
