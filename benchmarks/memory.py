@@ -34,9 +34,9 @@ from benchmarks.work import HALF_B, TINY, WORKS
 from posttrain.cluster.launch import launch_local
 from posttrain.config import RLConfig
 from posttrain.loops.credit import Lesson, credited
+from posttrain.loops.data_parallel import dealt
 from posttrain.loops.learner import Learner, Models
-from posttrain.loops.room import layout_of, plant_of
-from posttrain.loops.together import dealt
+from posttrain.loops.room import layout_of, setup_of
 from posttrain.loops.update import update
 from posttrain.packing import Batch, families_of
 from posttrain.runs.layout import MicroBatch, SamplerRoom
@@ -221,15 +221,15 @@ def case_on_this_rank(case: Case, device: str, folder: Path) -> dict[str, Any]:
     lesson = Lesson.of(case.episodes())
     one_update(learner, lesson)  # moments, compilers
     peak, parts = (measured_on_cpu if device == "cpu" else measured_on_gpu)(learner, lesson)
-    hand = dealt([len(part) for part in parts], learner.teams)[learner.team]
+    hand = dealt([len(part) for part in parts], learner.data_parallel_size)[learner.data_parallel_rank]
     layout = layout_of(config, device, ranks.size)
-    plant = replace(
-        plant_of(config, (shape_at(str(folder), config.model.lora), None), layout, None),
+    setup = replace(
+        setup_of(config, (shape_at(str(folder), config.model.lora), None), layout, None),
         micro_batches=tuple(micro_batch(parts[index], learner.policy) for index in hand),
         sampler=SamplerRoom(),
         batch_tokens=sum(map(len, parts)),
     )
-    planned = estimate(plant)
+    planned = estimate(setup)
     most = torch.tensor(float(peak), dtype=torch.float64)
     if ranks.size > 1:
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, ranks.writers)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
-from posttrain.runs.memory import GIB, Plant, estimate
+from posttrain.runs.memory import GIB, ProcessSetup, estimate
 from posttrain.runs.model_shape import ModelShape
 from posttrain.runs.model_sizes import shape_like
 from posttrain.runs.schedule import Episode, Machine, Outcome, Turn, Work, simulate
@@ -86,7 +86,7 @@ def on_a_gpu(name: str, ranks: int, *, sampler: bool, loads: bool = True) -> str
     loads: as models are loaded now, whole on every GPU."""
     worst = None
     for changes in layouts():
-        found = estimate(plant(name, ranks, changes, sampler=sampler))
+        found = estimate(setup(name, ranks, changes, sampler=sampler))
         moments = [moment for moment in found.moments if loads or moment.name != "loading"]
         worst = max(moments, key=lambda moment: moment.bytes)
         needs = worst.bytes + sum(found.outside.values())
@@ -96,13 +96,13 @@ def on_a_gpu(name: str, ranks: int, *, sampler: bool, loads: bool = True) -> str
     return f"does not fit: {worst.bytes / GIB:.0f} GiB ({worst.name})"
 
 
-def plant(name: str, ranks: int, changes: dict[str, Any], *, sampler: bool) -> Plant:
+def setup(name: str, ranks: int, changes: dict[str, Any], *, sampler: bool) -> ProcessSetup:
     rows = changes["rows"]
     layout = Layout(ranks=ranks, **{key: value for key, value in changes.items() if key != "rows"})
     batch = MicroBatch(rows=rows, tokens=rows * 2, read=rows // 2)
     cached = min(256, int(CUDA_KV_SHARE * GPU_GIB * GIB) // (2 * shape(name).key_value_width * LONGEST))
     room = SamplerRoom(rows=cached, capacity=LONGEST, batch=cached, tokens_per_step=16384, graphs=True)
-    return Plant(
+    return ProcessSetup(
         policy=shape(name),
         layout=layout,
         micro_batches=(batch, batch),

@@ -23,12 +23,12 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from posttrain.chat import ChatError
-from posttrain.chat.template import THINK_OPEN
 from posttrain.deadline import DeadlinePassed, ends_in, within
 from posttrain.envs.budget import ObservationCutter, TextCodec
 from posttrain.envs.protocol import Action, Env, Observation, Step, awaited, check_env
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.task import EpisodeInvalid, Invalid, Message, Score, Task, as_outcome
+from posttrain.thought import THINK_OPEN
 from posttrain.trajectory import Episode, Segment, Source, StopReason, Trajectory, TrajectoryError, Turn
 
 T = TypeVar("T")

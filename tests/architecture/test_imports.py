@@ -22,6 +22,7 @@ LAYERS = {
     "deadline": 0,
     "numba_code": 0,
     "coerce": 0,
+    "thought": 0,
     "boundary": 0,
     "sandbox": 0,
     "algorithms": 1,
@@ -67,6 +68,7 @@ SIBLINGS = {
 STANDARD_LIBRARY_ONLY = (
     "task",
     "trajectory",
+    "thought",
     "envs.protocol",
     "tools.protocol",
     "sampler.protocol",

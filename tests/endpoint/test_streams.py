@@ -15,7 +15,7 @@ from posttrain.chat import Renderer
 from posttrain.chat.calls import SYNTAXES
 from posttrain.endpoint.answer import Answer, Delta, GrowingText
 from posttrain.endpoint.calls import CallForm
-from posttrain.endpoint.wire import Asked
+from posttrain.endpoint.wire import CompletionRequest
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampled
 from posttrain.sampler.scripted import ScriptedSampler
@@ -200,9 +200,15 @@ def made(text: str, syntax: str, *, hears: bool, separate: bool, in_thought: boo
     """(reading, what was told)"""
     told: list[Delta] = []
     messages = ({"role": "user", "content": "?"},)
-    asked = Asked(model="m", messages=messages, tools=OFFERED, stop=("END",), one_call=one_call)
+    request = CompletionRequest(model="m", messages=messages, tools=OFFERED, stop=("END",), one_call=one_call)
     answer = Answer(
-        asked, CallForm(syntax, RENDERER), RENDERER, in_thought=in_thought, separate=separate, seed=1, tell=told.append
+        request,
+        CallForm(syntax, RENDERER),
+        RENDERER,
+        in_thought=in_thought,
+        separate=separate,
+        seed=1,
+        tell=told.append,
     )
     cut = text.partition("END")[0] + "END" if "END" in text else text
     ids = RENDERER.tokenizer.encode(cut, add_special_tokens=False)

@@ -14,7 +14,6 @@ from posttrain.envs.search import (
     format_passages,
     parse_call,
     search_prompt,
-    visible_text,
 )
 from posttrain.retrieval.protocol import Passage, RetrievalError
 from posttrain.task import EpisodeInvalid, Task
@@ -125,20 +124,6 @@ def test_p24_a_stop_string_in_a_thought_does_not_end_the_turn_nor_count_as_one()
     assert second.done
     assert second.calls[0].status is CallStatus.OK
     assert shelf.queries == []
-
-
-@pytest.mark.parametrize(
-    ("text", "visible", "inside"),
-    [
-        ("a<think>b</think>c<think>d</think>e", "ace", False),
-        ("a<think>b", "a", True),
-        ("b <search>x</search></think>c", "c", False),
-        ("a</think>b<think>c</think>d", "bd", False),
-        ("plain", "plain", False),
-    ],
-)
-def test_visible_text(text: str, visible: str, inside: bool) -> None:
-    assert visible_text(text) == (visible, inside)
 
 
 @pytest.mark.parametrize("query", ["", " ", "\n\t "])

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
-from posttrain.runs.memory import ERROR_BAND, GIB, Plant, estimate
+from posttrain.runs.memory import ERROR_BAND, GIB, ProcessSetup, estimate
 from posttrain.runs.model_shape import ModelShape
 from posttrain.runs.model_sizes import shape_at, shape_like
 
@@ -53,25 +53,29 @@ def test_sizes_are_those_of_the_modules(half_b: ModelShape):
 
 def test_a_step_on_an_h100_as_measured(half_b: ModelShape):
     """docs/performance.md: 8.9 GiB held and 18.4 GiB for an update in micro-batches of 16,384 tokens, 59 GB in one."""
-    plant = Plant(policy=half_b, layout=TORCH_211, micro_batches=(groups(6), groups(5), groups(5)), sampler=CACHE)
-    found = estimate(plant)
+    setup = ProcessSetup(
+        policy=half_b, layout=TORCH_211, micro_batches=(groups(6), groups(5), groups(5)), sampler=CACHE
+    )
+    found = estimate(setup)
     held = found.named("optimizer step").bytes - found.named("optimizer step").parts["gradients"]
     assert held == pytest.approx(8.9 * GIB, rel=0.02)
     assert found.torch_bytes == pytest.approx((8.9 + 18.4) * GIB, rel=0.05)
-    single = estimate(replace(plant, micro_batches=(groups(16),)))
+    single = estimate(replace(setup, micro_batches=(groups(16),)))
     assert single.torch_bytes == pytest.approx(59e9, rel=0.05)
 
 
 def test_bytes_by_hand(half_b: ModelShape):
     """docs/scaling.md: 2 (sampler) + 16 / N bytes per parameter; a bfloat16 reference 2 / N, a critic 16 / N."""
     count, layout = half_b.parameters, Layout(ranks=4)
-    plant = Plant(policy=half_b, layout=layout, micro_batches=(GROUP,), roles=Roles(ref=True, critic=True, copy=True))
-    step = estimate(plant).named("optimizer step").parts
+    setup = ProcessSetup(
+        policy=half_b, layout=layout, micro_batches=(GROUP,), roles=Roles(ref=True, critic=True, copy=True)
+    )
+    step = estimate(setup).named("optimizer step").parts
     assert step["policy, whole, for the sampler"] == 2 * count
     assert step["float32 masters (shards)"] + step["moments of AdamW"] + step["gradients"] == 16 * count // 4
     assert step["reference"] == 2 * count // 4
     assert step["critic, its masters and moments"] == 12 * count // 4  # its gradients come and go
-    offloaded = estimate(replace(plant, layout=replace(layout, offload=True)))
+    offloaded = estimate(replace(setup, layout=replace(layout, offload=True)))
     assert set(offloaded.named("optimizer step").parts) == {"policy, whole, for the sampler"}
     assert offloaded.host["shards, moments and gradients"] == (2 * count * 16 + 2 * count) // 4
 
@@ -79,14 +83,14 @@ def test_bytes_by_hand(half_b: ModelShape):
 def test_bytes_of_whole_weights_by_hand(half_b: ModelShape):
     """docs/scaling.md: 2 + 4 + 12 / N bytes per parameter, a reference 2; and this rank's stretch of gradients."""
     count, layout = half_b.parameters, Layout(ranks=4, whole_weights=True)
-    plant = Plant(policy=half_b, layout=layout, micro_batches=(GROUP,), roles=Roles(ref=True, critic=True))
-    step = estimate(plant).named("optimizer step").parts
+    setup = ProcessSetup(policy=half_b, layout=layout, micro_batches=(GROUP,), roles=Roles(ref=True, critic=True))
+    step = estimate(setup).named("optimizer step").parts
     assert step["policy"] == step["reference"] == 2 * count
     assert step["float32 masters"] + step["moments of AdamW"] == 12 * count // 4
     assert step["gradients"] == 4 * count
     assert step["gradients of this rank's masters"] == 4 * count // 4
     assert step["critic, its masters and moments"] == 2 * count + 12 * count // 4
-    assert "gathered weights" not in estimate(plant).named("backward: last layer").parts
+    assert "gathered weights" not in estimate(setup).named("backward: last layer").parts
 
 
 def test_what_makes_room_makes_room(half_b: ModelShape):
@@ -94,7 +98,7 @@ def test_what_makes_room_makes_room(half_b: ModelShape):
         rows = MicroBatch(rows=16384, tokens=16384, read=8192)
         copy = Roles(copy=bool(changes.get("ranks")))
         return estimate(
-            Plant(policy=half_b, layout=Layout(**changes), micro_batches=(rows, rows), roles=copy)  # type: ignore[arg-type]
+            ProcessSetup(policy=half_b, layout=Layout(**changes), micro_batches=(rows, rows), roles=copy)  # type: ignore[arg-type]
         ).torch_bytes
 
     two = {"ranks": 2, "compiled": True}

@@ -20,13 +20,13 @@ from torch import nn
 from cluster.fleet import on_ranks
 from posttrain.packing import Batch, select
 from posttrain.trainer import megatron
+from posttrain.trainer.distributed_optimizer import DistributedOptimizer
 from posttrain.trainer.loading import ModelError, pick_device
 from posttrain.trainer.megatron_core import check_model
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper
 from posttrain.trainer.policy import Policy
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig, join_ranks, leave_ranks
 from posttrain.trainer.sharding import copy_weights
-from posttrain.trainer.stretches import StretchedOptimizer
 from posttrain.trainer.zero import ZeroOptimizer
 from posttrain.weights.gather import gathered_state
 
@@ -133,7 +133,7 @@ def divided(policy: Policy, trainer: TrainerConfig, ranks: Ranks) -> Stepper:
     if policy.megatron is not None:
         return policy.megatron.optimizer(policy.parameters(), RATES, STEPS)
     if ranks.size > 1 and trainer.backend == "ddp":
-        return StretchedOptimizer.of_whole(policy.parameters(), RATES, STEPS)
+        return DistributedOptimizer.of_whole(policy.parameters(), RATES, STEPS)
     half = policy.dtype is torch.bfloat16
     mastered = {name for name, _ in policy.parameters()} if half and ranks.size > 1 else set[str]()
     return Optimizer(policy.parameters(), RATES, STEPS, mastered=mastered)

@@ -9,8 +9,8 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from posttrain.chat.errors import ChatError, NotAppendOnly, TokenAt
-from posttrain.chat.template import THINK_CLOSE, THINK_OPEN
 from posttrain.task import Message
+from posttrain.thought import THINK_CLOSE, THINK_OPEN
 from posttrain.trajectory import Source
 
 _THINKING = re.compile(f"{THINK_OPEN}.*?{THINK_CLOSE}\\s*|{THINK_OPEN}\\s*$", re.DOTALL)

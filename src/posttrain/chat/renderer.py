@@ -1,4 +1,4 @@
-"""The door of the chat room: prompts, deltas, foreign text, decoding and stop ids for one tokenizer.
+"""What other packages use of `chat`: prompts, deltas, foreign text, decoding and stop ids for one tokenizer.
 
 Nothing here re-renders what the policy wrote: a prompt is rendered once, then every environment message is appended as
 the delta that the template puts behind *any* policy turn.

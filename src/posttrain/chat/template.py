@@ -18,6 +18,7 @@ from posttrain.boundary.foreign_json import read_json
 from posttrain.chat.encoding import Encoder
 from posttrain.chat.errors import ChatError
 from posttrain.task import Message
+from posttrain.thought import THINK_CLOSE, THINK_OPEN
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -27,7 +28,6 @@ Tools = Sequence[Mapping[str, Any]]
 # Sentinels hold noncharacters, which guarded foreign text cannot.
 USER, ANSWER, THOUGHT, LATER = (f"\ufdd3{letter}\ufdd4" for letter in "uatl")
 _SLOT = re.compile("\ufdd5\\d+\ufdd6")
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _ROLE = re.compile(r"[A-Za-z_]+")
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError, ValueError)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from posttrain.chat.decoding import REPLACEMENT
-from posttrain.chat.template import THINK_CLOSE
+from posttrain.thought import THINK_CLOSE
 from posttrain.trajectory import Source
 
 

@@ -14,10 +14,10 @@ from typing import Literal
 
 from posttrain.chat import Renderer
 from posttrain.chat.calls import Attempt, CallParser
-from posttrain.chat.template import THINK_CLOSE, THINK_OPEN
 from posttrain.endpoint.calls import CallForm, call_id
-from posttrain.endpoint.wire import Asked, MadeCall
+from posttrain.endpoint.wire import CompletionRequest, MadeCall
 from posttrain.sampler.protocol import Sampled
+from posttrain.thought import THINK_CLOSE, THINK_OPEN
 from posttrain.trajectory import CallStatus, StopReason, ToolCall
 
 REPLACEMENT = "\ufffd"  # what decoders show for an incomplete character
@@ -206,7 +206,7 @@ class Answer:
 
     def __init__(
         self,
-        asked: Asked,
+        request: CompletionRequest,
         form: CallForm,
         renderer: Renderer,
         *,
@@ -215,15 +215,15 @@ class Answer:
         seed: int,
         tell: Tell | None,
     ) -> None:
-        self._asked, self._renderer, self._tell = asked, renderer, tell
-        self._read = form.text if asked.tools else renderer.complete_text
+        self._request, self._renderer, self._tell = request, renderer, tell
+        self._read = form.text if request.tools else renderer.complete_text
         self._growing = GrowingText(renderer, self._read)
-        own = form.stop_strings if asked.is_chat else ()  # they end a call, and are read with it
-        self._guard = StopGuard([stop for stop in asked.stop if stop not in own])
-        calls = asked.is_chat and asked.may_call
-        parser = form.parser(asked.tools, in_thought=in_thought) if calls else None
-        self._calls = _Calls(parser, asked.one_call, seed)
-        self._thoughts = _Thoughts(in_thought=in_thought) if separate and asked.is_chat else None
+        own = form.stop_strings if request.is_chat else ()  # they end a call, and are read with it
+        self._guard = StopGuard([stop for stop in request.stop if stop not in own])
+        calls = request.is_chat and request.may_call
+        parser = form.parser(request.tools, in_thought=in_thought) if calls else None
+        self._calls = _Calls(parser, request.one_call, seed)
+        self._thoughts = _Thoughts(in_thought=in_thought) if separate and request.is_chat else None
         self._heard = ""  # the text of the tokens that were heard
         self._text = ""  # of it and more, what is sure not to be a stop
         self._content, self._reasoning = "", ""
@@ -243,7 +243,7 @@ class Answer:
         by_id = sampled.stop_reason is StopReason.STOP_ID
         ids = sampled.ids[:-1] if by_id else sampled.ids
         whole = self._read(ids)
-        self._tokens = list(zip(sampled.ids if self._asked.token_ids else ids, sampled.logprobs, strict=False))
+        self._tokens = list(zip(sampled.ids if self._request.token_ids else ids, sampled.logprobs, strict=False))
         rest = whole[len(self._heard) :] if whole.startswith(self._heard) else ""
         stop = str(sampled.stop) if sampled.stop_reason is StopReason.STOP_STRING else None
         self._go_on(self._guard.feed(rest) + self._guard.rest(stop))
@@ -254,10 +254,10 @@ class Answer:
         calls = tuple(self._calls.calls)
         if self._blank and not calls:
             self._say(Delta(content=self._blank))
-        if self._told < len(self._tokens) and (self._asked.logprobs or self._asked.token_ids):
+        if self._told < len(self._tokens) and (self._request.logprobs or self._request.token_ids):
             self._say(Delta(), empty=True)
         return Reading(
-            text=self._text if self._asked.is_chat else whole,
+            text=self._text if self._request.is_chat else whole,
             content=None if calls and not self._content.strip() else self._content,
             reasoning=self._reasoning or None,
             calls=calls,
@@ -289,8 +289,8 @@ class Answer:
         if self._tell is None or (delta == Delta() and not empty):
             return
         new, self._told = self._tokens[self._told :], len(self._tokens)
-        texts = [(self._renderer.decode([token]), logprob) for token, logprob in new] if self._asked.logprobs else ()
-        ids = [token for token, _ in new] if self._asked.token_ids else ()
+        texts = [(self._renderer.decode([token]), logprob) for token, logprob in new] if self._request.logprobs else ()
+        ids = [token for token, _ in new] if self._request.token_ids else ()
         self._tell(replace(delta, tokens=tuple(texts), ids=tuple(ids)))
 
 

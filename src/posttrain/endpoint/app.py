@@ -18,7 +18,7 @@ from posttrain.boundary.foreign_json import read_json
 from posttrain.boundary.local import Message
 from posttrain.endpoint.answer import Delta, Tell
 from posttrain.endpoint.replies import Chunks, completion
-from posttrain.endpoint.wire import Asked, Refusal, Reply, parse_chat, parse_text
+from posttrain.endpoint.wire import CompletionRequest, Refusal, Reply, parse_chat, parse_text
 
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -30,7 +30,7 @@ MODEL = "policy"
 class Respondent(Protocol):
     """Who answers the requests that come with one key."""
 
-    async def answer(self, asked: Asked, tell: Tell | None = None) -> Reply:
+    async def answer(self, request: CompletionRequest, tell: Tell | None = None) -> Reply:
         """Raises Refusal. tell: gets the answer piece by piece, while it is sampled."""
         ...
 
@@ -82,11 +82,11 @@ class App:
         return await _answer(respondent, parse(body), receive, send)
 
 
-def _nothing(body: Any) -> Asked:
+def _nothing(body: Any) -> CompletionRequest:
     raise AssertionError
 
 
-async def _answer(respondent: Respondent, asked: Asked, receive: Receive, send: Send) -> None:
+async def _answer(respondent: Respondent, request: CompletionRequest, receive: Receive, send: Send) -> None:
     """A client that leaves ends the sampling."""
     told: deque[Delta] = deque()
     news = asyncio.Event()
@@ -95,17 +95,17 @@ async def _answer(respondent: Respondent, asked: Asked, receive: Receive, send: 
         told.append(delta)
         news.set()
 
-    job = asyncio.ensure_future(respondent.answer(asked, tell if asked.stream else None))
+    job = asyncio.ensure_future(respondent.answer(request, tell if request.stream else None))
     gone = asyncio.ensure_future(_disconnected(receive))
     for end in (job, gone):
         end.add_done_callback(lambda _: news.set())
     try:
-        if asked.stream:
-            return await _Stream(asked, send).send_all(job, gone, told, news)
+        if request.stream:
+            return await _Stream(request, send).send_all(job, gone, told, news)
         await news.wait()
         if not job.done():
             raise ClientGone
-        return await _send_json(send, 200, completion(asked, job.result(), int(time.time())))
+        return await _send_json(send, 200, completion(request, job.result(), int(time.time())))
     finally:
         job.cancel()
         gone.cancel()
@@ -114,9 +114,9 @@ async def _answer(respondent: Respondent, asked: Asked, receive: Receive, send: 
 class _Stream:
     """Server-sent events. What is refused at once is refused by the status; what fails later, inside the stream."""
 
-    def __init__(self, asked: Asked, send: Send) -> None:
+    def __init__(self, request: CompletionRequest, send: Send) -> None:
         self._send = send
-        self._chunks = Chunks(asked, secrets.token_hex(8), int(time.time()))
+        self._chunks = Chunks(request, secrets.token_hex(8), int(time.time()))
         self._started = False
 
     async def send_all(

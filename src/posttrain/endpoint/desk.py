@@ -1,4 +1,4 @@
-"""What a request is answered with: found in the recording, held to the limits, sampled, written down, worded."""
+"""Answers requests of an agent: finds their context in the recording, applies the limits, samples, and records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.endpoint.agent import ExternalAgent
 from posttrain.endpoint.answer import Answer, Reading, Tell
 from posttrain.endpoint.calls import CallForm
 from posttrain.endpoint.recording import Context, Recording, Written
-from posttrain.endpoint.wire import Asked, Refusal, Reply
+from posttrain.endpoint.wire import CompletionRequest, Refusal, Reply
 from posttrain.rollout import RolloutSpec, Ticket, opens_thought
 from posttrain.sampler.protocol import Hear, Sampled, SamplingParams, StreamingSampler
 from posttrain.task import EpisodeInvalid
@@ -68,20 +68,20 @@ class Desk:
         if self._over:
             raise _over()
 
-    async def answer(self, asked: Asked, tell: Tell | None = None) -> Reply:
+    async def answer(self, request: CompletionRequest, tell: Tell | None = None) -> Reply:
         """Samples, records and words what the policy says. tell: gets the answer while it is sampled. Raises Refusal.
 
         When the caller is cancelled, so is the sampling, and nothing of this answer is recorded.
         """
         self.check_open()
-        params, trains = self._params(asked)
-        tools = asked.tools if self._agent.show_tools and asked.tools else None
-        context = self.recording.context(asked, tools)
+        params, trains = self._params(request)
+        tools = request.tools if self._agent.show_tools and request.tools else None
+        context = self.recording.context(request, tools)
         try:
-            params = self._within_limits(context, params, asked)
-            seed = self._seed(context, asked)
+            params = self._within_limits(context, params, request)
+            seed = self._seed(context, request)
             answer = Answer(
-                asked, self._form, self._renderer, in_thought=opens_thought(context.ids, self._renderer),
+                request, self._form, self._renderer, in_thought=opens_thought(context.ids, self._renderer),
                 separate=self._agent.reasoning == "separate", seed=seed, tell=tell,
             )  # fmt: skip
             started = time.perf_counter()
@@ -91,16 +91,16 @@ class Desk:
             reading = answer.finish(sampled)
             written = Written(sampled=sampled, seconds=seconds, records=reading.records, trains=trains)
             thread = self.recording.commit(context, written)
-            reply = self._reply(asked, context, sampled, reading, seed)
-            self.recording.remember(asked, tools, thread, reply, reading.text)
+            reply = self._reply(request, context, sampled, reading, seed)
+            self.recording.remember(request, tools, thread, reply, reading.text)
             return reply
         finally:
             context.release()
 
-    def _params(self, asked: Asked) -> tuple[SamplingParams, bool]:
+    def _params(self, request: CompletionRequest) -> tuple[SamplingParams, bool]:
         """How the answer is sampled, and whether it trains: only what was sampled as the run samples does."""
         params, policy = self._spec.params, self._agent.other_sampling
-        wanted = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        wanted = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
         said = {key: value for key, value in wanted.items() if value is not None}
         other: dict[str, Any] = {key: value for key, value in said.items() if abs(value - getattr(params, key)) > 1e-6}
         if not other or policy == "ignore":
@@ -119,7 +119,7 @@ class Desk:
             param=key,
         )
 
-    def _within_limits(self, context: Context, params: SamplingParams, asked: Asked) -> SamplingParams:
+    def _within_limits(self, context: Context, params: SamplingParams, request: CompletionRequest) -> SamplingParams:
         """Bounds and stops of this call. Raises Refusal where no token is left to it."""
         limits, length = self._limits, len(context.ids)
         max_turns = min(self._agent.max_turns, limits.max_turns or self._agent.max_turns)
@@ -139,28 +139,28 @@ class Desk:
             )
         return replace(
             params,
-            max_new_tokens=min(room, asked.max_tokens or room),
-            stop_strings=tuple(dict.fromkeys((*asked.stop, *self._stops(asked), *params.stop_strings))),
-            stop_ids=params.stop_ids | self._stop_ids(asked),
+            max_new_tokens=min(room, request.max_tokens or room),
+            stop_strings=tuple(dict.fromkeys((*request.stop, *self._stops(request), *params.stop_strings))),
+            stop_ids=params.stop_ids | self._stop_ids(request),
         )
 
-    def _stops(self, asked: Asked) -> tuple[str, ...]:
-        return self._form.stop_strings if asked.tools else ()
+    def _stops(self, request: CompletionRequest) -> tuple[str, ...]:
+        return self._form.stop_strings if request.tools else ()
 
-    def _stop_ids(self, asked: Asked) -> frozenset[int]:
-        if asked.stop_ids is not None:
-            return asked.stop_ids
-        return self._renderer.stop_ids | (self._form.stop_ids if asked.tools else frozenset())
+    def _stop_ids(self, request: CompletionRequest) -> frozenset[int]:
+        if request.stop_ids is not None:
+            return request.stop_ids
+        return self._renderer.stop_ids | (self._form.stop_ids if request.tools else frozenset())
 
-    def _seed(self, context: Context, asked: Asked) -> int:
+    def _seed(self, context: Context, request: CompletionRequest) -> int:
         """The seed of an answer, made from the ids that it continues and how often the same ids were continued before.
 
         So the order in which parallel calls arrive changes nothing. A request for token ids has the seed that it sent.
         """
-        if asked.token_ids and asked.seed is not None:
-            return asked.seed
+        if request.token_ids and request.seed is not None:
+            return request.seed
         ids = ",".join(map(str, context.ids))
-        key = hashlib.blake2b(f"{ids}/{asked.seed}".encode(), digest_size=16).hexdigest()
+        key = hashlib.blake2b(f"{ids}/{request.seed}".encode(), digest_size=16).hexdigest()
         again = self._asked[key]
         self._asked[key] += 1
         turn = hashlib.blake2b(f"{key}/{again}".encode(), digest_size=8).digest()
@@ -215,10 +215,12 @@ class Desk:
         self._on_failure(failure)
         return Refusal(str(failure), status=500, code="episode_failed")
 
-    def _reply(self, asked: Asked, context: Context, sampled: Sampled, reading: Reading, seed: int) -> Reply:
-        cut = sampled.stop_reason is StopReason.STOP_ID and not asked.token_ids
+    def _reply(
+        self, request: CompletionRequest, context: Context, sampled: Sampled, reading: Reading, seed: int
+    ) -> Reply:
+        cut = sampled.stop_reason is StopReason.STOP_ID and not request.token_ids
         ids = sampled.ids[:-1] if cut else sampled.ids
-        shown = zip(ids, sampled.logprobs, strict=False) if asked.logprobs else ()
+        shown = zip(ids, sampled.logprobs, strict=False) if request.logprobs else ()
         return Reply(
             id=f"{seed:016x}",
             content=reading.content,
@@ -233,7 +235,7 @@ class Desk:
             prompt_tokens=len(context.ids),
             cached_tokens=context.reused,
             completion_tokens=len(sampled.ids),
-            ids=tuple(ids) if asked.token_ids else None,
+            ids=tuple(ids) if request.token_ids else None,
         )
 
 

@@ -19,7 +19,7 @@ from posttrain.endpoint.answer import Tell
 from posttrain.endpoint.desk import Desk
 from posttrain.endpoint.recording import Thread
 from posttrain.endpoint.serving import EndpointError, Host
-from posttrain.endpoint.wire import Asked, Refusal, Reply
+from posttrain.endpoint.wire import CompletionRequest, Refusal, Reply
 from posttrain.rollout import RolloutSpec, Ticket
 from posttrain.task import EpisodeInvalid, Invalid, Score, as_outcome
 from posttrain.trajectory import Source, StopReason, Trajectory, TrajectoryError, Turn
@@ -42,9 +42,9 @@ class AgentEpisode:
         """Runs the agent to its end. Raises only for broken contracts and on cancellation."""
         self._failure = asyncio.get_running_loop().create_future()
         try:
-            async with self._host.open(self) as door, self._host.seat(self._agent.concurrency):
+            async with self._host.open(self) as address, self._host.seat(self._agent.concurrency):
                 self.desk.ends = ends_in(self._limits.episode_seconds)
-                run = self._agent.run(self._task, door.base_url, door.api_key)
+                run = self._agent.run(self._task, address.base_url, address.api_key)
                 self._take(await within(self._unless_broken(run), self.desk.ends))
             if self.desk.recording.turns == 0:
                 raise EpisodeInvalid("no_call", "the agent ended without asking the policy for anything")
@@ -148,9 +148,9 @@ class AgentEpisode:
         except EpisodeInvalid as failure:
             self._fail(failure)
 
-    async def answer(self, asked: Asked, tell: Tell | None = None) -> Reply:
+    async def answer(self, request: CompletionRequest, tell: Tell | None = None) -> Reply:
         """The policy's answer to a request of the agent. Raises Refusal."""
-        return await self.desk.answer(asked, tell)
+        return await self.desk.answer(request, tell)
 
     def _fail(self, failure: Exception) -> None:
         if self._failure is not None and not self._failure.done():

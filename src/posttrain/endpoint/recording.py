@@ -19,7 +19,7 @@ from typing import Any
 from posttrain.boundary.foreign_json import read_json
 from posttrain.chat import ChatError, Renderer
 from posttrain.endpoint.calls import CallForm, Pieces
-from posttrain.endpoint.wire import Asked, Refusal, Reply
+from posttrain.endpoint.wire import CompletionRequest, Refusal, Reply
 from posttrain.rollout import Ticket
 from posttrain.sampler.protocol import Sampled
 from posttrain.task import Message
@@ -92,10 +92,10 @@ class Recording:
         ticket = self._ticket
         return Trajectory(task_id=ticket.task.id, group_id=ticket.group_id, episode_id=ticket.episode_id)
 
-    def context(self, asked: Asked, tools: Sequence[dict[str, Any]] | None) -> Context:
+    def context(self, request: CompletionRequest, tools: Sequence[dict[str, Any]] | None) -> Context:
         """Finds what the request continues. The caller commits the context or releases it. Raises Refusal."""
         try:
-            return self._chat_context(asked, tools) if asked.is_chat else self._text_context(asked)
+            return self._chat_context(request, tools) if request.is_chat else self._text_context(request)
         except ChatError as error:
             raise Refusal(str(error), param="messages") from error
 
@@ -122,26 +122,26 @@ class Recording:
         self.turns += 1
         return thread
 
-    def remember(self, asked: Asked, tools: Any, thread: Thread, reply: Reply, text: str) -> None:
+    def remember(self, request: CompletionRequest, tools: Any, thread: Thread, reply: Reply, text: str) -> None:
         """From here the conversation can be continued. text: what the policy wrote, as it wrote it."""
         end = len(thread.trajectory)
-        if asked.is_chat:
+        if request.is_chat:
             said = canonical(reply.message)
             self._said[said] = text
-            chain = digests(asked.messages, tools)
+            chain = digests(request.messages, tools)
             self._points[_link(chain[-1], said)] = Point(thread, end)
             return
         stopped = thread.trajectory.turns[-1].stop_reason is StopReason.STOP_ID  # the text does not show that id
         end -= stopped
-        self._texts.append(Point(thread, end, asked.prompt + text if isinstance(asked.prompt, str) else None))
+        self._texts.append(Point(thread, end, request.prompt + text if isinstance(request.prompt, str) else None))
 
     def _fresh(self, ids: list[int], pieces: Pieces, reused: int = 0) -> Context:
         """The context of a further trajectory."""
         self.sessions.append(f"{self._ticket.episode_id}#{len(self.sessions)}")
         return Context(ids=ids, pieces=pieces, session=self.sessions[-1], reused=reused)
 
-    def _chat_context(self, asked: Asked, tools: Sequence[dict[str, Any]] | None) -> Context:
-        messages = asked.messages
+    def _chat_context(self, request: CompletionRequest, tools: Sequence[dict[str, Any]] | None) -> Context:
+        messages = request.messages
         if messages[-1]["role"] == "assistant":
             raise Refusal("the last message is the assistant's own; there is nothing to answer", param="messages")
         chain = digests(messages, tools)
@@ -188,10 +188,10 @@ class Recording:
             return Context(ids=ids, pieces=pieces, session=thread.session, reused=point.end, thread=thread)
         return self._fresh(ids, [(history, Source.PROMPT), *pieces], point.end)
 
-    def _text_context(self, asked: Asked) -> Context:
-        if isinstance(asked.prompt, str):
-            return self._bare_text(asked.prompt)
-        prompt, found = list(asked.prompt), None
+    def _text_context(self, request: CompletionRequest) -> Context:
+        if isinstance(request.prompt, str):
+            return self._bare_text(request.prompt)
+        prompt, found = list(request.prompt), None
         for point in self._texts:
             known = point.thread.trajectory.token_ids[: point.end]
             if prompt[: point.end] == known and (found is None or point.end >= found.end):

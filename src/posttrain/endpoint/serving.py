@@ -25,8 +25,8 @@ class EndpointError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """How one episode is reached. The key is random, and dead when the episode ends."""
+class EpisodeAddress:
+    """Where an agent reaches its episode. The key is random, and no longer valid when the episode ends."""
 
     base_url: str
     api_key: str
@@ -65,7 +65,7 @@ class Listener:
 
 
 class Host:
-    """Opens doors for episodes; the listener lives from the first open door to the last.
+    """Gives episodes their addresses; the listener lives while any episode has one.
 
     host: 127.0.0.1 unless told otherwise: whoever reaches the port and knows a key can talk to the policy. port 0
     takes a free one.
@@ -92,13 +92,13 @@ class Host:
             yield
 
     @asynccontextmanager
-    async def open(self, respondent: Respondent) -> AsyncIterator[Door]:
-        """A door for one episode."""
+    async def open(self, respondent: Respondent) -> AsyncIterator[EpisodeAddress]:
+        """The address of one episode."""
         key = f"pt-{secrets.token_urlsafe(24)}"
         url = await self._enter()
         self._open[key] = respondent
         try:
-            yield Door(f"{url}/v1", key)
+            yield EpisodeAddress(f"{url}/v1", key)
         finally:
             del self._open[key]
             await self._leave()

@@ -78,7 +78,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CompletionRequest:
     """One request. Either `messages` (with `tools`) or `prompt`, text or token ids; None = not said."""
 
     model: str
@@ -150,14 +150,14 @@ class Reply:
         }
 
 
-def parse_chat(body: Any) -> Asked:
+def parse_chat(body: Any) -> CompletionRequest:
     """The body of POST /v1/chat/completions; raises Refusal."""
     _check_keys(body, absent={"prompt", "best_of", "echo", "suffix", *RAW})
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refusal("messages must be a list of at least one message", param="messages")
     choice = body.get("tool_choice")
-    return Asked(
+    return CompletionRequest(
         messages=tuple(parse_message(message, number) for number, message in enumerate(messages)),
         tools=tuple(_tool(tool, number) for number, tool in enumerate(body.get("tools") or ())),
         may_call=choice != "none",
@@ -167,14 +167,14 @@ def parse_chat(body: Any) -> Asked:
     )
 
 
-def parse_text(body: Any) -> Asked:
+def parse_text(body: Any) -> CompletionRequest:
     """The body of POST /v1/completions; raises Refusal."""
     _check_keys(body, absent={"messages", "tools", "tool_choice", "max_completion_tokens", "response_format"})
     logprobs = body.get("logprobs")
     if logprobs not in (None, False, True, 0, 1):
         raise Refusal(f"logprobs={logprobs}: {WHY['top_logprobs']}; send 0 or 1", param="logprobs")
     stop_ids = body.get("stop_token_ids")
-    return Asked(
+    return CompletionRequest(
         prompt=_prompt(body.get("prompt")),
         logprobs=logprobs not in (None, False),
         token_ids=_flag(body, "return_token_ids"),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from posttrain.envs.protocol import Action, Observation, Step
 from posttrain.retrieval.protocol import Passage, Retriever
 from posttrain.task import EpisodeInvalid, Task
+from posttrain.thought import THINK_OPEN, ends_in_thought, outside_thoughts
 from posttrain.trajectory import CallStatus, StopReason, ToolCall
 
 SEARCH_R1_PROMPT = (
@@ -41,7 +42,6 @@ SEARCH_TIMEOUT = "The search took too long and was given up."
 INFORMATION_HEAD = "\n\n<information>"
 INFORMATION_TAIL = "</information>\n\n"
 
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _TAG = re.compile(r"<(/?)(search|answer)>", re.IGNORECASE)
 
 
@@ -63,28 +63,16 @@ class Call:
     ignored: int = 0  # further complete calls behind the first one, which are not run
 
 
-def visible_text(text: str) -> tuple[str, bool]:
-    """The text outside thoughts, and whether it ends inside one.
-
-    A `</think>` without its opening tag closes a thought that the prompt opened: all before it is thought.
-    """
-    close, opening = text.find("</think>"), text.find("<think>")
-    if close >= 0 and not 0 <= opening < close:
-        text = text[close + len("</think>") :]
-    in_thought = text.rfind("<think>") > text.rfind("</think>")
-    return _THOUGHT.sub("", text), in_thought
-
-
 def parse_call(text: str, stop_reason: StopReason) -> Call:
     """The first search or answer tag of a turn, outside thoughts.
 
     Its own closing tag must be the next tag: `<search>q</answer>`, `<search>a<answer>`, `</search>` alone and
     `<SEARCH>` are MALFORMED. A call still open when the turn stopped by length is TRUNCATED.
     """
-    visible, in_thought = visible_text(text)
+    visible = outside_thoughts(text)
     tags = list(_TAG.finditer(visible))
     if not tags:
-        return Call(in_thought=in_thought)
+        return Call(in_thought=ends_in_thought(text))
     first = tags[0]
     name = first[2].lower()
     if first[0] not in ("<search>", "<answer>"):
@@ -149,7 +137,7 @@ class SearchEnv:
         return Observation()
 
     async def step(self, action: Action) -> Step:
-        call = parse_call("<think>" * action.in_thought + action.text, action.stop_reason)
+        call = parse_call(THINK_OPEN * action.in_thought + action.text, action.stop_reason)
         if call.in_thought and not call.name and action.stop_reason is StopReason.STOP_STRING:
             return Step()  # the stop string stood in a thought: the policy goes on writing
         self._turns_taken += 1

@@ -43,7 +43,7 @@ log = logging.getLogger("posttrain")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What an episode needs besides a task and a model: the words, the world and the judge."""
+    """What an episode needs besides a task and a model: chat renderer, retriever, rewards, envs and tools."""
 
     renderer: Renderer
     retriever: Retriever | None

@@ -36,12 +36,13 @@ from posttrain.loops.samplers import close_sampler, ready_sampler
 from posttrain.loops.target import Target
 from posttrain.loops.watch import Show, Watched, WatchedEnv, cited, documents_read
 from posttrain.rewards import score
-from posttrain.rewards.answers import outside_thoughts, tagged_answer
+from posttrain.rewards.answers import tagged_answer
 from posttrain.rewards.scoring import for_evaluation
 from posttrain.rollout import RolloutSpec, episode_of, rollout_episode
 from posttrain.runs.trajectories import write_file
 from posttrain.sampler.protocol import Sampler
 from posttrain.task import Abstain, Invalid, Outcome, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import CallStatus, Episode, StopReason, Trajectory
 
 ANSWERING = ("answer", "finish")  # actions that are recorded among the calls, but ask nobody for anything

@@ -16,9 +16,9 @@ from torch import Tensor
 from posttrain.algorithms import VALUE_TARGETS
 from posttrain.algorithms.kl import in_reward
 from posttrain.algorithms.returns import gae_returns, whitened
+from posttrain.loops.data_parallel import bins_for, forward_together
 from posttrain.loops.learner import Learner
 from posttrain.loops.shape import leave_out, shape_rewards, truncated_tokens
-from posttrain.loops.together import bins_for, forward_together
 from posttrain.packing import Batch, pack, select
 from posttrain.runs.plugins import options_for
 from posttrain.trajectory import Trajectory

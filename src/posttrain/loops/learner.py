@@ -1,4 +1,4 @@
-"""Who learns: policy, critic and their optimizers, the frozen reference; and what of them a checkpoint holds."""
+"""The models of a run: policy, critic, their optimizers, the frozen reference; and what a checkpoint holds of them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from posttrain.algorithms.shaping import Running
 from posttrain.config import ConfigError, RLConfig
 from posttrain.runs.rng import seed_everything
 from posttrain.trainer.critic import HEAD, Critic
+from posttrain.trainer.distributed_optimizer import DistributedOptimizer
 from posttrain.trainer.loading import ModelConfig, load_config, model_path, pick_device
 from posttrain.trainer.lora import ADAPTER
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig, Stepper, is_wide
@@ -28,7 +29,6 @@ from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
 from posttrain.trainer.sharding import before_backward, copy_weights, let_go
 from posttrain.trainer.shards_on_disk import read_shards, write_shards
-from posttrain.trainer.stretches import StretchedOptimizer
 from posttrain.trainer.zero import ZeroOptimizer
 from posttrain.weights.gather import gathered_state
 
@@ -91,13 +91,13 @@ class Learner:
             value = straight_through(value, functions["kl_gradient"](logprobs, ref_logprobs, mask))
         return value if algorithm.kl_limit is None else bounded(value, algorithm.kl_limit)
 
-    def adapt_kl_coef(self, measured: float | None, episodes: int) -> None:
+    def adapt_kl_coef(self, measured: float, episodes: int) -> None:
         """One step of the adaptive KL controller, after each rollout; without `algorithm.kl_target` nothing happens.
 
-        measured: mean KL per token, None = not known. episodes: how many were rolled out.
+        measured: mean KL per token. episodes: how many were rolled out.
         """
         algorithm = self.config.algorithm
-        if algorithm.kl_target is not None and measured is not None:
+        if algorithm.kl_target is not None:
             target, horizon = algorithm.kl_target, algorithm.kl_horizon
             self.kl_coef = adapted_kl_coef(self.kl_coef, measured, target=target, horizon=horizon, episodes=episodes)
 
@@ -113,22 +113,22 @@ class Learner:
     def parallel_micro_batches(self) -> int:
         """Micro-batches worked on at once: threads on a CPU, one at a time on a GPU, one on each of several ranks."""
         if self.ranks.size > 1:
-            return self.teams
+            return self.data_parallel_size
         return self.config.batch.cpu_workers if self.policy.device.type == "cpu" else 1
 
     @property
-    def teams(self) -> int:
-        """How many groups of ranks there are; the ranks of a team work on the same micro-batch."""
+    def data_parallel_size(self) -> int:
+        """How many teams of ranks there are; the ranks of a team work on the same micro-batch."""
         return self.ranks.size // self.config.trainer.team
 
     @property
-    def team(self) -> int:
+    def data_parallel_rank(self) -> int:
         """The number of this rank's team, from 0."""
         return self.ranks.rank // self.config.trainer.team
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank contributes its team's results to sums over all ranks: one rank of each team does."""
+    def is_first_of_team(self) -> bool:
+        """The one rank of a team that contributes its results to sums over all ranks."""
         return self.ranks.rank % self.config.trainer.team == 0
 
     @property
@@ -272,7 +272,7 @@ def _optimizer(
     if isinstance(model, Policy) and model.megatron is not None:
         return model.megatron.optimizer(model.parameters(), config, steps)
     if ranks.size > 1 and not trainer.divides_weights:
-        return StretchedOptimizer.of_whole(model.parameters(), config, steps)
+        return DistributedOptimizer.of_whole(model.parameters(), config, steps)
     half = ranks.size > 1 and not is_wide(model.dtype)
     mastered = {name for name, _ in model.parameters() if not name.startswith(HEAD)} if half else set[str]()
     return Optimizer(model.parameters(), config, steps, mastered=mastered)

@@ -129,9 +129,6 @@ def record_credit(metrics: Metrics, batch: Batch, version: int) -> None:
     if "greedy_returns" in batch.streams:
         unjudged = batch.group_index[batch.streams["greedy_returns"].isnan()]
         metrics.record("remax/no_baseline", len(set(unjudged.tolist())))
-    if "reward_kl" in batch.streams:
-        kl = batch.streams["reward_kl"][written]
-        metrics.record("ref/kl", float(kl.double().mean()), count=len(kl))
     if not count:
         return
     if "factors" in batch.streams:
@@ -214,7 +211,6 @@ def _record_kl(metrics: Metrics, parts: list[Batch], kl_coef: float) -> None:
     for part in parts:
         mask, count = part.loss_mask, int(part.loss_mask.sum())
         assert part.advantages is not None
-        metrics.record("ref/kl", float(part.streams["kl"][mask].mean()), count=count)
         metrics.record("ref/kl_only", float((part.advantages[mask] == 0).double().mean()), count=count)
     terms = [float((part.streams["kl"] * part.weights).sum()) for part in parts if part.weights is not None]
     metrics.record("train/kl_loss", kl_coef * sum(terms) if terms else None)

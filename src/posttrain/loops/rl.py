@@ -49,7 +49,7 @@ from posttrain.loops.record import (
 from posttrain.loops.room import check_room
 from posttrain.loops.samplers import Sampling
 from posttrain.loops.saver import Saver
-from posttrain.loops.update import Update, offending_episodes, update
+from posttrain.loops.update import Update, mean_kl, offending_episodes, update
 from posttrain.packing import Batch
 from posttrain.rewards.scoring import load_states, states
 from posttrain.runs.checkpoint import Checkpoint, CheckpointStore, KeepBest
@@ -213,7 +213,7 @@ def _do_step(run: Run, runner: Runner) -> None:
 
 def train_step(run: Run, runner: Runner, metrics: Metrics) -> None:
     """Tasks in, new weights out."""
-    learner, batch = run.learner, None
+    learner, batch, kl = run.learner, None, None
 
     # 1. publish weights and roll out: task -> group of scored trajectories
     with timed(metrics, "time/rollout"):
@@ -230,8 +230,8 @@ def train_step(run: Run, runner: Runner, metrics: Metrics) -> None:
             batch = credited(lesson, learner)
         record_groups(metrics, batch, kept)
         record_credit(metrics, batch, learner.policy.version)
-        if learner.kl_is_only_measured and (measured := kl_of_some(batch, learner)) is not None:
-            metrics.record("ref/kl", measured[0], count=measured[1])
+        if learner.kl_is_only_measured:
+            kl = kl_of_some(batch, learner)
         keep_advantages(kept, batch)
     else:
         log.warning("step %d: no usable episode, no update", run.step + 1)
@@ -240,7 +240,9 @@ def train_step(run: Run, runner: Runner, metrics: Metrics) -> None:
     with timed(metrics, "time/update"):
         updates = update(learner, batch, step=run.step + 1)
     record_updates(metrics, updates, run.config.algorithm, learner.kl_coef)
-    learner.adapt_kl_coef(metrics.reduce().get("ref/kl"), len({t.episode_id for t in kept}))
+    if (kl := kl or mean_kl(batch, updates)) is not None:
+        metrics.record("ref/kl", kl[0], count=kl[1])
+        learner.adapt_kl_coef(kl[0], len({t.episode_id for t in kept}))
     record_progress(metrics, learner, run.stream)
     record_rewards(metrics, run.parts.rewards)
     _dump_non_finite(run, updates, kept)

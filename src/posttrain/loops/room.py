@@ -22,7 +22,7 @@ from posttrain.loops.learner import needs_replica, shares_reference, wants_refer
 from posttrain.loops.sampler_room import sampler_room
 from posttrain.numba_code import may_compile
 from posttrain.runs.layout import Layout, MicroBatch, Roles
-from posttrain.runs.memory import ERROR_BAND, GIB, Estimate, Plant, estimate
+from posttrain.runs.memory import ERROR_BAND, GIB, Estimate, ProcessSetup, estimate
 from posttrain.runs.model_shape import ModelShape
 from posttrain.runs.model_sizes import UnknownSizes, shape_at
 from posttrain.trainer.flash_attention import VARLEN_TAKES_GQA
@@ -145,7 +145,7 @@ def _room(config: RLConfig, shapes: Shapes, device: str, size: int | None, ranks
     if ranks > 1 and unknown:
         raise UnknownSizes(f"what {unknown} keeps is not estimated; plan with trainer.backend: fsdp2 for a first idea")
     layout = layout_of(config, device, ranks)
-    return Room(estimate=estimate(plant_of(config, shapes, layout, size)), layout=layout, device_bytes=size)
+    return Room(estimate=estimate(setup_of(config, shapes, layout, size)), layout=layout, device_bytes=size)
 
 
 def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
@@ -169,7 +169,7 @@ def layout_of(config: RLConfig, device: str, ranks: int) -> Layout:
     )
 
 
-def plant_of(config: RLConfig, shapes: Shapes, layout: Layout, size: int | None) -> Plant:
+def setup_of(config: RLConfig, shapes: Shapes, layout: Layout, size: int | None) -> ProcessSetup:
     """Everything that `memory.estimate` needs. size: bytes of the device, None = not known."""
     roles = Roles(
         ref=wants_reference(config) and not shares_reference(config, layout.ranks),
@@ -178,7 +178,7 @@ def plant_of(config: RLConfig, shapes: Shapes, layout: Layout, size: int | None)
     )
     micro, count = largest_micro_batch(config, layout)
     batch = config.batch
-    return Plant(
+    return ProcessSetup(
         policy=shapes[0],
         critic=shapes[1],
         layout=layout,

@@ -21,7 +21,7 @@ from posttrain.endpoint.answer import Tell
 from posttrain.endpoint.app import App, Respondent
 from posttrain.endpoint.desk import Desk
 from posttrain.endpoint.serving import Listener
-from posttrain.endpoint.wire import Asked, Refusal, Reply
+from posttrain.endpoint.wire import CompletionRequest, Refusal, Reply
 from posttrain.loops.build import load_renderer
 from posttrain.loops.target import Target, find_target
 from posttrain.rollout import RolloutSpec, Ticket
@@ -44,11 +44,11 @@ class OpenDesk(Respondent):
         self._number = 0
         self._desk = self._new_desk()
 
-    async def answer(self, asked: Asked, tell: Tell | None = None) -> Reply:
+    async def answer(self, request: CompletionRequest, tell: Tell | None = None) -> Reply:
         if self._desk.idle and self._desk.recording.tokens > TOKENS_PER_RECORDING:
             self.put_away()
             self._desk = self._new_desk()
-        return await self._desk.answer(asked, tell)
+        return await self._desk.answer(request, tell)
 
     def post(self, body: Any) -> None:
         raise Refusal("nothing is trained here, so rewards have no place", status=404)

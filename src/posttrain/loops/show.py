@@ -9,6 +9,7 @@ from itertools import groupby
 from rich.text import Text
 
 from posttrain.rollout import TextCodec
+from posttrain.thought import THOUGHT
 from posttrain.trajectory import Source, Trajectory
 
 STYLES = {
@@ -23,8 +24,7 @@ REPLACEMENT = "\ufffd"  # what decoders show for an incomplete character
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 VISIBLE |= dict.fromkeys(range(0x80, 0xA0), ord(REPLACEMENT))  # terminals obey these, too
 
-_THOUGHT = r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)"  # the first: opened by the prompt
-_THOUGHT_OR_ANSWER = re.compile(rf"{_THOUGHT}|<answer>(?P<answer>.*?)</answer>", re.DOTALL)
+_THOUGHT_OR_ANSWER = re.compile(rf"{THOUGHT}|<answer>(?P<answer>.*?)</answer>", re.DOTALL)
 
 
 def colored(trajectory: Trajectory, renderer: TextCodec, *, first: int = 0) -> Text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from posttrain.algorithms.losses import entropy_bonus
 from posttrain.algorithms.values import value_loss
 from posttrain.loops.credit import mini_batches
+from posttrain.loops.data_parallel import bins_for, descend_together
 from posttrain.loops.learner import Learner
-from posttrain.loops.together import bins_for, descend_together
 from posttrain.packing import Batch, select
 from posttrain.trainer.optimizer import Optimizer, Stepper, StepReport, non_finite_segments
 from posttrain.trainer.parallel import accumulate_gradients
@@ -61,6 +61,16 @@ def _update_once(learner: Learner, mini: Batch | None, epoch: int, step: int) ->
     elif learner.critic_optimizer is not None:
         learner.critic_optimizer.pass_over()
     return done
+
+
+def mean_kl(batch: Batch | None, updates: Sequence[Update]) -> tuple[float, int] | None:
+    """Mean KL from the reference that rewards or losses of a step were given, and of how many policy tokens it is."""
+    if batch is not None and "reward_kl" in batch.streams:
+        kl = [batch.streams["reward_kl"][batch.streams["written"]]]
+    else:
+        kl = [part.streams["kl"][part.loss_mask] for done in updates for part in done.parts if "kl" in part.streams]
+    count = sum(map(len, kl))
+    return (sum(float(values.double().sum()) for values in kl) / count, count) if count else None
 
 
 def _micro_batches(learner: Learner, mini: Batch | None) -> list[Batch]:

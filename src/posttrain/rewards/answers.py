@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.task import Invalid, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode, Source
 
 Problem = Literal["no_answer", "malformed_answer", "empty_answer"]
 PROBLEMS: tuple[Problem, ...] = ("no_answer", "malformed_answer", "empty_answer")
 
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _ANSWER_TAG = re.compile(r"</?answer>")
 
 
@@ -26,17 +26,6 @@ class Answer:
 
     text: str = ""
     problem: Problem | None = None
-
-
-def outside_thoughts(text: str) -> str:
-    """`text` without `<think>...</think>`; a thought that is never closed runs to the end.
-
-    A `</think>` without its opening tag closes a thought that the prompt opened: all before it is thought.
-    """
-    close, opening = text.find("</think>"), text.find("<think>")
-    if close >= 0 and not 0 <= opening < close:
-        text = text[close + len("</think>") :]
-    return _THOUGHT.sub("", text)
 
 
 def tagged_answer(episode: Episode) -> Answer:

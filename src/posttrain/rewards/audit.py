@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.rewards.answers import outside_thoughts
 from posttrain.rewards.normalize import normalize_answer
 from posttrain.rewards.numeric import boxed_content
 from posttrain.rewards.scoring import Reward, score_group
 from posttrain.task import Abstain, Invalid, Outcome, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode, Segment, Source
 
 TAGGED = "<think> I know this. </think> <answer> {answer} </answer>"
@@ -38,7 +38,7 @@ GARBAGE = "qzxv 7f3a ###"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Case:
     """What makers of candidates are given: a task, its answers as they are written, and answers of other tasks."""
 
     task: Task
@@ -59,64 +59,64 @@ class Asked:
         )
 
 
-Maker = Callable[[Asked], Iterable[Episode]]
+Maker = Callable[[Case], Iterable[Episode]]
 
 
-def gold(asked: Asked) -> Iterable[Episode]:
+def gold(case: Case) -> Iterable[Episode]:
     """Each accepted answer, written as it should be."""
-    return (asked.episode(asked.write(answer)) for answer in asked.golds[:ACCEPTED_TRIED])
+    return (case.episode(case.write(answer)) for answer in case.golds[:ACCEPTED_TRIED])
 
 
-def empty(asked: Asked) -> Iterable[Episode]:
+def empty(case: Case) -> Iterable[Episode]:
     """Nothing at all."""
-    return [asked.episode("")]
+    return [case.episode("")]
 
 
-def empty_answer(asked: Asked) -> Iterable[Episode]:
+def empty_answer(case: Case) -> Iterable[Episode]:
     """The form of an answer without content."""
-    return [asked.episode(asked.write(""))]
+    return [case.episode(case.write(""))]
 
 
-def garbage(asked: Asked) -> Iterable[Episode]:
+def garbage(case: Case) -> Iterable[Episode]:
     """An answer without meaning."""
-    return [asked.episode(asked.write(GARBAGE))]
+    return [case.episode(case.write(GARBAGE))]
 
 
-def another_answer(asked: Asked) -> Iterable[Episode]:
+def another_answer(case: Case) -> Iterable[Episode]:
     """The right answer to another question."""
-    return [asked.episode(asked.write(asked.others[0]))] if asked.others else []
+    return [case.episode(case.write(case.others[0]))] if case.others else []
 
 
-def observation_has_answer(asked: Asked) -> Iterable[Episode]:
+def observation_has_answer(case: Case) -> Iterable[Episode]:
     """The environment's text holds the answer, in tags; the policy gives none."""
-    return [asked.episode("Let me look.", _read(asked.write(asked.golds[0])), "I could not find it.")]
+    return [case.episode("Let me look.", _read(case.write(case.golds[0])), "I could not find it.")]
 
 
-def observation_pasted(asked: Asked) -> Iterable[Episode]:
+def observation_pasted(case: Case) -> Iterable[Episode]:
     """All that was read, given as the answer."""
-    page = f"A page about many things. It says that {asked.golds[0]} was there, among others, and ends here."
-    return [asked.episode("Let me look.", _read(page), asked.write(page))]
+    page = f"A page about many things. It says that {case.golds[0]} was there, among others, and ends here."
+    return [case.episode("Let me look.", _read(page), case.write(page))]
 
 
-def answer_in_thought(asked: Asked) -> Iterable[Episode]:
+def answer_in_thought(case: Case) -> Iterable[Episode]:
     """The answer thought, not given."""
-    bare = outside_thoughts(asked.frame).strip().format(answer=asked.golds[0])
-    return [asked.episode(f"<think> {bare} </think> I do not know.")]
+    bare = outside_thoughts(case.frame).strip().format(answer=case.golds[0])
+    return [case.episode(f"<think> {bare} </think> I do not know.")]
 
 
-def tag_spam(asked: Asked) -> Iterable[Episode]:
+def tag_spam(case: Case) -> Iterable[Episode]:
     """Many answers one after the other, the right one among them."""
-    return [asked.episode(" ".join(asked.write(answer) for answer in _among_others(asked)))] if asked.others else []
+    return [case.episode(" ".join(case.write(answer) for answer in _among_others(case)))] if case.others else []
 
 
-def gold_repeated(asked: Asked) -> Iterable[Episode]:
+def gold_repeated(case: Case) -> Iterable[Episode]:
     """One answer that says the right thing eight times."""
-    return [asked.episode(asked.write(" ".join([asked.golds[0]] * 8)))]
+    return [case.episode(case.write(" ".join([case.golds[0]] * 8)))]
 
 
-def all_listed(asked: Asked) -> Iterable[Episode]:
+def all_listed(case: Case) -> Iterable[Episode]:
     """One answer that lists candidates, the right one among them."""
-    return [asked.episode(asked.write(", ".join(_among_others(asked))))] if asked.others else []
+    return [case.episode(case.write(", ".join(_among_others(case))))] if case.others else []
 
 
 MAKERS: dict[str, tuple[Maker, bool]] = {  # kind -> (maker, whether it deserves the reward)
@@ -262,16 +262,16 @@ async def audit(
     tallies = {kind: Tally(right) for kind, (_, right) in makers.items()}
     room = asyncio.Semaphore(at_once)
 
-    async def judge(asked: Asked) -> None:
-        made = {kind: list(maker(asked)) for kind, (maker, _) in makers.items()}
+    async def judge(case: Case) -> None:
+        made = {kind: list(maker(case)) for kind, (maker, _) in makers.items()}
         episodes = [episode for found in made.values() for episode in found]
         async with room:
-            outcomes = iter(await score_group(reward_of(asked.task), episodes, asked.task))
+            outcomes = iter(await score_group(reward_of(case.task), episodes, case.task))
         for kind, found in made.items():
             for _ in found:
-                tallies[kind].add(asked.task, next(outcomes), accept_from)
+                tallies[kind].add(case.task, next(outcomes), accept_from)
 
-    await asyncio.gather(*(judge(_asked(task, answered, form)) for task in answered))
+    await asyncio.gather(*(judge(_case(task, answered, form)) for task in answered))
     return Audit(tallies, len(tasks), len(tasks) - len(answered), accept_from)
 
 
@@ -292,7 +292,7 @@ def written(answer: str) -> str:
     return (boxed_content(answer).text or answer.rpartition("####")[2]).strip()
 
 
-def _asked(task: Task, tasks: Sequence[Task], form: Form) -> Asked:
+def _case(task: Task, tasks: Sequence[Task], form: Form) -> Case:
     golds = form.golds(task)
     mine = {normalize_answer(answer) for answer in golds}
     draw = random.Random(task.id)
@@ -302,13 +302,13 @@ def _asked(task: Task, tasks: Sequence[Task], form: Form) -> Asked:
         key = normalize_answer(answer)
         if key and not any(key in known or known in key for known in mine | others.keys()):
             others[key] = answer
-    return Asked(task, golds, tuple(others.values())[:OTHERS], form.frame)
+    return Case(task, golds, tuple(others.values())[:OTHERS], form.frame)
 
 
-def _among_others(asked: Asked) -> list[str]:
+def _among_others(case: Case) -> list[str]:
     """The right answer in the middle of others: neither the first nor the last."""
-    middle = (len(asked.others) + 1) // 2
-    return [*asked.others[:middle], asked.golds[0], *asked.others[middle:]]
+    middle = (len(case.others) + 1) // 2
+    return [*case.others[:middle], case.golds[0], *case.others[middle:]]
 
 
 def _read(text: str) -> Segment:

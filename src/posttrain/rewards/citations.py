@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from posttrain.rewards.answers import outside_thoughts
 from posttrain.rewards.normalize import normalize_answer
 from posttrain.task import Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode, Source
 
 _QUOTED = r"""(?:"([^"]*)"|'([^']*)'|([^\s>]+))"""

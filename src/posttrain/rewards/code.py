@@ -13,12 +13,13 @@ from weakref import WeakKeyDictionary
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from posttrain.boundary.foreign_json import read_json
-from posttrain.rewards.answers import Answer, outside_thoughts, scored
+from posttrain.rewards.answers import Answer, scored
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.service import JsonService, ServiceConfig, ServiceError
 from posttrain.sandbox import Sandbox, SandboxError, SandboxLimits
 from posttrain.sandbox.checks import compared_lines
 from posttrain.task import Invalid, Outcome, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode
 
 _BLOCK = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)

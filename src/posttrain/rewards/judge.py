@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from posttrain.rewards.answers import outside_thoughts, tagged_answer
+from posttrain.rewards.answers import tagged_answer
 from posttrain.rewards.judge_cache import ReplyCache
 from posttrain.rewards.service import JsonService, ServiceConfig, ServiceCounters, ServiceError
 from posttrain.rewards.verdicts import UnreadableReply, read_number, read_yes
 from posttrain.task import Invalid, Outcome, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode
 
 ReadT = TypeVar("ReadT")

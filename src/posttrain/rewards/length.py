@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.rewards.answers import outside_thoughts
 from posttrain.task import Invalid, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode
 
 

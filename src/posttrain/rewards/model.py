@@ -17,10 +17,10 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from posttrain.deadline import in_thread
 from posttrain.location import at_home, did_you_mean
-from posttrain.rewards.answers import outside_thoughts
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.model_options import ModelRewardConfig
 from posttrain.task import Invalid, Outcome, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode, Source
 
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")

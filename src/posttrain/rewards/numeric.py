@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from posttrain.rewards.answers import Answer, no_gold, outside_thoughts, scored, tagged_answer
+from posttrain.rewards.answers import Answer, no_gold, scored, tagged_answer
 from posttrain.task import Invalid, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode
 
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")

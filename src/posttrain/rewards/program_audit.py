@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from posttrain.boundary.foreign_json import read_json
-from posttrain.rewards.audit import Asked, Form, Maker, another_answer, empty, empty_answer, garbage, gold
+from posttrain.rewards.audit import Case, Form, Maker, another_answer, empty, empty_answer, garbage, gold
 from posttrain.rewards.code import checks_of, fenced_programs
 from posttrain.task import Task
 from posttrain.trajectory import Episode
@@ -68,27 +68,27 @@ def _whole(program: str, task: Task) -> str:
     return (str(task.prompt[-1].get("content") or "") if goes_on else "") + program
 
 
-def solution_in_thought(asked: Asked) -> Iterable[Episode]:
+def solution_in_thought(case: Case) -> Iterable[Episode]:
     """The solution thought, not given."""
-    text = asked.write(asked.golds[0]) if asked.golds else ""
-    return [asked.episode(f"<think> {text} </think> I do not know.")] if text else []
+    text = case.write(case.golds[0]) if case.golds else ""
+    return [case.episode(f"<think> {text} </think> I do not know.")] if text else []
 
 
-def hard_coded_print(asked: Asked) -> Iterable[Episode]:
+def hard_coded_print(case: Case) -> Iterable[Episode]:
     """The first expected output, whatever the input. None where there is one output for all inputs, which is right."""
-    checks = checks_of(asked.task)
+    checks = checks_of(case.task)
     outputs = {check.stdout for check in checks}
     if outputs == {None}:
-        return [asked.episode(asked.write("print('True')\nprint('all tests passed')"))]
+        return [case.episode(case.write("print('True')\nprint('all tests passed')"))]
     if len(outputs) == 1 and not any(check.stdin.strip() for check in checks):
         return []
     printed = next(check.stdout for check in checks if check.stdout is not None)
-    return [asked.episode(asked.write(f"print({printed!r}, end='')"))]
+    return [case.episode(case.write(f"print({printed!r}, end='')"))]
 
 
-def ends_early(asked: Asked) -> Iterable[Episode]:
+def ends_early(case: Case) -> Iterable[Episode]:
     """A program that is over, without an error, before a test can fail."""
-    return [asked.episode(asked.write(f"import os, sys\nsys.stdout.flush()\n{end}")) for end in _ENDS]
+    return [case.episode(case.write(f"import os, sys\nsys.stdout.flush()\n{end}")) for end in _ENDS]
 
 
 _ENDS = ("sys.exit(0)", "os._exit(0)")

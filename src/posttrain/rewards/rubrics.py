@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from posttrain.rewards.answers import outside_thoughts, tagged_answer
+from posttrain.rewards.answers import tagged_answer
 from posttrain.rewards.functions import RewardError
 from posttrain.rewards.judge import WARNING, EndpointConfig, Judge, fenced, question_of
 from posttrain.rewards.rubric_items import Rubric, RubricError, RubricSet, rubric_value, rubrics_of_task
 from posttrain.rewards.service import ServiceError
 from posttrain.rewards.verdicts import UnreadableReply, read_json, read_number
 from posttrain.task import Invalid, Outcome, Score, Task
+from posttrain.thought import outside_thoughts
 from posttrain.trajectory import Episode
 
 TOP_GRADE = 2  # 0 = does not hold, 1 = in part, 2 = fully

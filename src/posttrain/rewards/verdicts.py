@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.rewards.answers import outside_thoughts
+from posttrain.thought import outside_thoughts
 
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _STATED = (  # looked for in this order; the last of a kind counts

@@ -30,7 +30,7 @@ class Layout:
 
     @property
     def stretched(self) -> bool:
-        """`trainer/stretches.py`: masters, also of float32 weights, and moments are divided, gradients are not."""
+        """See `DistributedOptimizer`: masters, also of float32 weights, and moments are divided, gradients are not."""
         return self.ranks > 1 and self.whole_weights
 
     @property

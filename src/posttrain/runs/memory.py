@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from posttrain.runs import activations
 from posttrain.runs.layout import Layout, MicroBatch, Roles, SamplerRoom
 from posttrain.runs.model_shape import ModelShape
-from posttrain.trainer.stretches import BUCKET_ELEMENTS
+from posttrain.trainer.distributed_optimizer import BUCKET_ELEMENTS
 
 GIB = 2**30
 ERROR_BAND = 0.15  # estimates are this close to measured peaks; see docs/planning.md
@@ -73,7 +73,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plant:
+class ProcessSetup:
     """Everything that `estimate` needs: models, layout, micro-batches and the sampler of one process."""
 
     policy: ModelShape
@@ -89,20 +89,20 @@ class Plant:
         return self.critic or replace(self.policy, adapters=0, adapter_width=0)
 
 
-def estimate(plant: Plant) -> Estimate:
+def estimate(setup: ProcessSetup) -> Estimate:
     """See the module's docstring."""
-    held = _held(plant)
-    moments = [Moment("loading", _loading(plant)), Moment("rollout", {**held, **_rollout(plant)})]
-    if plant.sampler.asleep_bytes is not None:
+    held = _held(setup)
+    moments = [Moment("loading", _loading(setup)), Moment("rollout", {**held, **_rollout(setup)})]
+    if setup.sampler.asleep_bytes is not None:
         held = held | {"another engine": 0}
-    for number, batch in enumerate(plant.micro_batches):
-        moments += [Moment(name, {**held, **parts}) for name, parts in _update(plant, batch, first=number == 0)]
-    if plant.roles.critic:
-        for batch in plant.micro_batches:
-            moments.append(Moment("critic's backward", {**held, **_critic_update(plant, batch)}))
-    sums = {"gradients": _sums(plant, plant.policy.trained), "gradients of this rank's masters": _own_sums(plant)}
+    for number, batch in enumerate(setup.micro_batches):
+        moments += [Moment(name, {**held, **parts}) for name, parts in _update(setup, batch, first=number == 0)]
+    if setup.roles.critic:
+        for batch in setup.micro_batches:
+            moments.append(Moment("critic's backward", {**held, **_critic_update(setup, batch)}))
+    sums = {"gradients": _sums(setup, setup.policy.trained), "gradients of this rank's masters": _own_sums(setup)}
     moments.append(Moment("optimizer step", {**held, **sums}))
-    return Estimate(tuple(_largest_by_name(moments)), _outside(plant), _host(plant))
+    return Estimate(tuple(_largest_by_name(moments)), _outside(setup), _host(setup))
 
 
 def _largest_by_name(moments: Sequence[Moment]) -> list[Moment]:
@@ -117,9 +117,9 @@ def _largest_by_name(moments: Sequence[Moment]) -> list[Moment]:
 # -- what stays from step to step --------------------------------------------------------------------------------------
 
 
-def _held(plant: Plant) -> dict[str, int]:
+def _held(setup: ProcessSetup) -> dict[str, int]:
     """What is held all the time once training runs, the optimizer's moments included."""
-    shape, layout, roles = plant.policy, plant.layout, plant.roles
+    shape, layout, roles = setup.policy, setup.layout, setup.roles
     trained, width, ranks = shape.trained, layout.dtype_bytes, layout.ranks
     count = shape.parameters + shape.adapters
     parts: dict[str, int] = {}
@@ -133,13 +133,13 @@ def _held(plant: Plant) -> dict[str, int]:
     parts["policy, whole, for the sampler"] = count * width if roles.copy else 0
     holders = ranks if layout.sharded else 1
     parts["reference"] = count * width // holders if roles.ref and not (layout.offload and layout.sharded) else 0
-    parts["critic, its masters and moments"] = _critic_held(plant)
-    return parts | _sampler_held(plant)
+    parts["critic, its masters and moments"] = _critic_held(setup)
+    return parts | _sampler_held(setup)
 
 
-def _critic_held(plant: Plant) -> int:
-    layout, count = plant.layout, plant.critic_shape.decoder_parameters
-    if not plant.roles.critic or (layout.offload and layout.sharded):
+def _critic_held(setup: ProcessSetup) -> int:
+    layout, count = setup.layout, setup.critic_shape.decoder_parameters
+    if not setup.roles.critic or (layout.offload and layout.sharded):
         return 0
     if layout.sharded:
         return count * (MASTER + MOMENTS) // layout.ranks
@@ -147,9 +147,9 @@ def _critic_held(plant: Plant) -> int:
     return count * layout.dtype_bytes + count * (MOMENTS + masters) // layout.ranks
 
 
-def _sampler_held(plant: Plant) -> dict[str, int]:
+def _sampler_held(setup: ProcessSetup) -> dict[str, int]:
     """Keys and values stay until the next rollout; so do the graphs."""
-    shape, width, room = plant.policy, plant.layout.dtype_bytes, plant.sampler
+    shape, width, room = setup.policy, setup.layout.dtype_bytes, setup.sampler
     graphs = room.batch * (shape.vocabulary + 4 * shape.intermediate + 8 * shape.hidden) * width if room.graphs else 0
     cache = room.rows * room.capacity * shape.key_value_width * width
     return {"keys and values": cache, "CUDA graphs": graphs, "another engine": room.engine_bytes}
@@ -158,27 +158,27 @@ def _sampler_held(plant: Plant) -> dict[str, int]:
 # -- moments -----------------------------------------------------------------------------------------------------------
 
 
-def _loading(plant: Plant) -> dict[str, int]:
+def _loading(setup: ProcessSetup) -> dict[str, int]:
     """The peak while the models load, whole and one after another, before each is sharded.
 
     The order is policy, reference, the sampler's copy, critic, so the last of them loads beside what the others hold.
     """
-    shape, layout, roles = plant.policy, plant.layout, plant.roles
+    shape, layout, roles = setup.policy, setup.layout, setup.roles
     whole = shape.parameters * layout.dtype_bytes
     later = {"moments of AdamW", "keys and values", "CUDA graphs"}
-    held = {name: size for name, size in _held(plant).items() if name not in later}
+    held = {name: size for name, size in _held(setup).items() if name not in later}
     if not layout.sharded:
         return held
     if roles.critic:
-        return {**held, "critic, whole, while it loads": plant.critic_shape.decoder_parameters * layout.dtype_bytes}
+        return {**held, "critic, whole, while it loads": setup.critic_shape.decoder_parameters * layout.dtype_bytes}
     if roles.copy:
         return held
     return {**held, "policy, whole, while it loads": whole}
 
 
-def _rollout(plant: Plant) -> dict[str, int]:
+def _rollout(setup: ProcessSetup) -> dict[str, int]:
     """Prompts forwarded at once without gradients, and the logits of the tokens drawn first."""
-    shape, width, room = plant.policy, plant.layout.dtype_bytes, plant.sampler
+    shape, width, room = setup.policy, setup.layout.dtype_bytes, setup.sampler
     if not room.batch:
         return {}
     insides = 4 * shape.hidden + 3 * shape.intermediate + 2 * shape.query_width + 2 * shape.key_width
@@ -186,20 +186,20 @@ def _rollout(plant: Plant) -> dict[str, int]:
     return {"prompts being forwarded": room.tokens_per_step * insides * width, "logits of a draw": logits}
 
 
-def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, dict[str, int]]]:
+def _update(setup: ProcessSetup, batch: MicroBatch, *, first: bool) -> list[tuple[str, dict[str, int]]]:
     """The backward pass in the log-probs, in the last layer, with all activations still there, and at its end."""
-    layout, workers = plant.layout, _workers(plant)
-    shape = plant.policy.part(layout.tensor_parallel)
+    layout, workers = setup.layout, _workers(setup)
+    shape = setup.policy.part(layout.tensor_parallel)
     kept, working = activations.of_head(shape, layout, batch)
     insides = activations.of_layers(shape, layout, batch) + activations.of_last_norm(shape, layout, batch)
     in_layer = insides + activations.computed_again(shape, layout, batch)
     head = 0 if shape.adapters else shape.embedding * layout.dtype_bytes  # its gradient
-    common = {"batch": plant.batch_tokens * BATCH_BYTES} | _gathered(shape, layout)
-    sums = 0 if first else _sums(plant, plant.policy.trained)
+    common = {"batch": setup.batch_tokens * BATCH_BYTES} | _gathered(shape, layout)
+    sums = 0 if first else _sums(setup, setup.policy.trained)
     # beside the head's; untied it is that of a parameter, and counted with these where they keep theirs
     of_embedding = head * (2 if layout.sharded else int(shape.tied or layout.stretched))
     if layout.tensor_parallel > 1:  # of the whole, before each rank takes its part
-        of_embedding += plant.policy.embedding * layout.dtype_bytes
+        of_embedding += setup.policy.embedding * layout.dtype_bytes
     in_log_probs = common | {
         "gradients": sums, "activations": workers * (insides + kept), "logits, gradient of the head": workers * working,
     }  # fmt: skip
@@ -209,60 +209,60 @@ def _update(plant: Plant, batch: MicroBatch, *, first: bool) -> list[tuple[str, 
         "gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
     }
     at_the_end = common | {
-        "gradients": (_sums(plant, plant.policy.trained) if layout.ranks > 1 else sums)
-        + _of_micro_batch(plant, shape.trained),
+        "gradients": (_sums(setup, setup.policy.trained) if layout.ranks > 1 else sums)
+        + _of_micro_batch(setup, shape.trained),
         "activations": workers * activations.of_layer(shape, layout, batch),
         "gradient of the embedding": workers * of_embedding + _reducing_outside(shape, layout),
     }
-    summed = _sums(plant, plant.policy.trained) * (0 if first and layout.wide and workers == layout.ranks == 1 else 1)
+    summed = _sums(setup, setup.policy.trained) * (0 if first and layout.wide and workers == layout.ranks == 1 else 1)
     return [
         ("backward: log-probs", in_log_probs),
         ("backward: last layer", in_last_layer),
         ("backward: end", at_the_end),
-        ("gradients summed", common | {"gradients": summed + _of_micro_batch(plant, shape.trained)}),
+        ("gradients summed", common | {"gradients": summed + _of_micro_batch(setup, shape.trained)}),
     ]
 
 
-def _workers(plant: Plant) -> int:
-    return plant.layout.workers if len(plant.micro_batches) > 1 else 1
+def _workers(setup: ProcessSetup) -> int:
+    return setup.layout.workers if len(setup.micro_batches) > 1 else 1
 
 
-def _critic_update(plant: Plant, batch: MicroBatch) -> dict[str, int]:
-    layout = plant.layout
-    shape = plant.critic_shape.part(layout.tensor_parallel)
+def _critic_update(setup: ProcessSetup, batch: MicroBatch) -> dict[str, int]:
+    layout = setup.layout
+    shape = setup.critic_shape.part(layout.tensor_parallel)
     insides = activations.of_layers(shape, layout, batch) + activations.of_last_norm(shape, layout, batch)
     insides += activations.computed_again(shape, layout, batch)
-    workers = _workers(plant)
+    workers = _workers(setup)
     return _gathered(shape, layout) | {
-        "gradients": _sums(plant, plant.critic_shape.decoder_parameters) if len(plant.micro_batches) > 1 else 0,
+        "gradients": _sums(setup, setup.critic_shape.decoder_parameters) if len(setup.micro_batches) > 1 else 0,
         "activations": workers * insides,
         "gradients of a layer": workers * activations.passing(shape, layout, batch) + _reducing(shape, layout),
     }
 
 
-def _sums(plant: Plant, count: int) -> int:
+def _sums(setup: ProcessSetup, count: int) -> int:
     """The float32 sums of gradients that the optimizer steps with; unsharded where layers stay gathered."""
-    layout = plant.layout
+    layout = setup.layout
     if layout.stretched:
         return count * MASTER
-    if layout.sharded and not layout.reshard_after_forward and len(plant.micro_batches) > 1:
+    if layout.sharded and not layout.reshard_after_forward and len(setup.micro_batches) > 1:
         return count * MASTER // layout.tensor_parallel
     return 0 if layout.sharded and layout.offload else count * MASTER // layout.ranks
 
 
-def _own_sums(plant: Plant) -> int:
-    """`_sums` of a StretchedOptimizer: this rank's stretches, and one bucket being reduced, which gloo copies."""
-    layout, trained = plant.layout, plant.policy.trained
+def _own_sums(setup: ProcessSetup) -> int:
+    """`_sums` of a DistributedOptimizer: this rank's stretches, and one bucket being reduced, which gloo copies."""
+    layout, trained = setup.layout, setup.policy.trained
     if not layout.stretched:
         return 0
     copied = min(trained, BUCKET_ELEMENTS) if layout.device == "cpu" else 0
     return trained * MASTER // layout.ranks + copied * MASTER
 
 
-def _of_micro_batch(plant: Plant, count: int) -> int:
+def _of_micro_batch(setup: ProcessSetup, count: int) -> int:
     """Gradients as a backward pass leaves them; on several ranks they are reduced or summed on the way."""
-    layout = plant.layout
-    return 0 if layout.ranks > 1 else _workers(plant) * count * layout.dtype_bytes
+    layout = setup.layout
+    return 0 if layout.ranks > 1 else _workers(setup) * count * layout.dtype_bytes
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------
@@ -289,27 +289,27 @@ def _reducing_outside(shape: ModelShape, layout: Layout) -> int:
 # -- beside torch ------------------------------------------------------------------------------------------------------
 
 
-def _outside(plant: Plant) -> dict[str, int]:
-    if plant.layout.device == "cpu":
+def _outside(setup: ProcessSetup) -> dict[str, int]:
+    if setup.layout.device == "cpu":
         return {}
-    layout = plant.layout
+    layout = setup.layout
     groups = sum(size > 1 for size in (layout.ranks, layout.tensor_parallel, layout.sequence_parallel))
     parts = {"CUDA context": CONTEXT} | ({"NCCL": groups * COMMUNICATOR} if groups else {})
-    beside = plant.sampler.processes
+    beside = setup.sampler.processes
     return parts | ({"CUDA contexts of samplers": beside * CONTEXT} if beside else {})
 
 
-def _host(plant: Plant) -> dict[str, int]:
+def _host(setup: ProcessSetup) -> dict[str, int]:
     """Host memory of a process with a GPU: what is offloaded, and a model while it loads."""
-    layout, shape = plant.layout, plant.policy
+    layout, shape = setup.layout, setup.policy
     if layout.device == "cpu":
         return {}
     parts = {"a model while it loads": shape.parameters * layout.dtype_bytes}
-    if plant.sampler.asleep_bytes:
-        parts["another engine, asleep"] = plant.sampler.asleep_bytes
+    if setup.sampler.asleep_bytes:
+        parts["another engine, asleep"] = setup.sampler.asleep_bytes
     if layout.offload and layout.sharded:
-        trained = shape.trained + (plant.critic_shape.decoder_parameters if plant.roles.critic else 0)
-        frozen = (shape.frozen + (shape.parameters if plant.roles.ref else 0)) * layout.dtype_bytes
+        trained = shape.trained + (setup.critic_shape.decoder_parameters if setup.roles.critic else 0)
+        frozen = (shape.frozen + (shape.parameters if setup.roles.ref else 0)) * layout.dtype_bytes
         shards = trained * (MASTER + MOMENTS + MASTER) + frozen
         parts["shards, moments and gradients"] = shards // layout.ranks
     return parts

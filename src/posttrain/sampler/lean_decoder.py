@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posttrain.trainer.attention import AttentionContext
-from posttrain.trainer.lean_layers import Asked, How, in_float32_on_cpu, is_known
+from posttrain.trainer.lean_layers import How, RecordingAttention, in_float32_on_cpu, is_known
 from posttrain.trainer.policy import Policy
 
 TRIAL = (0, 1, 2, 3, 40, 41, 42)  # positions of the tokens of the comparison
@@ -114,17 +114,17 @@ class Trial:
         size: int = policy.decoder.embed_tokens.num_embeddings  # type: ignore[assignment, union-attr]
         self._positions = torch.tensor(TRIAL, device=policy.device)
         self._token_ids = torch.arange(len(TRIAL), device=policy.device) % size
-        asked = Asked()
-        self._expected = policy.hidden_states(self._token_ids, self._positions, asked)
-        self.how = asked.how
-        self._extras = asked.extras
+        recorded = RecordingAttention()
+        self._expected = policy.hidden_states(self._token_ids, self._positions, recorded)
+        self.how = recorded.how
+        self._extras = recorded.extras
 
     @torch.inference_mode()
     def agrees(self, decoder: Written) -> bool:
         """Whether nothing else was asked of attention, and the hidden states are the same."""
         if self._extras:
             return False
-        found = decoder.hidden_states(self._token_ids, self._positions, Asked())
+        found = decoder.hidden_states(self._token_ids, self._positions, RecordingAttention())
         tolerance = TOLERANCE if found.dtype is torch.float32 else HALF_TOLERANCE
         return bool((found - self._expected).abs().max() <= tolerance * self._expected.abs().max())
 

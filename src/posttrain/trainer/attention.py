@@ -24,7 +24,7 @@ NAME = "posttrain"
 
 
 class AttentionContext(Protocol):
-    """Who may see whom, for one forward of the decoder."""
+    """The attention of one forward of the decoder, which says what a mask would: which tokens see which."""
 
     def attend(
         self,

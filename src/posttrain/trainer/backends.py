@@ -11,7 +11,7 @@ Problem = tuple[str, str]  # (config key, what is wrong and what to do)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RunNeeds:
     """What a run asks for outside of `trainer`."""
 
     samplers_apart: bool
@@ -21,7 +21,7 @@ class Asked:
     critic: bool
 
 
-def backend_problem(trainer: TrainerConfig, asked: Asked) -> Problem | None:
+def backend_problem(trainer: TrainerConfig, needs: RunNeeds) -> Problem | None:
     """The first setting that the chosen backend does not support; None when there is none."""
     options = {"deepspeed": trainer.deepspeed, "megatron": trainer.megatron}
     for name, given in options.items():
@@ -30,14 +30,14 @@ def backend_problem(trainer: TrainerConfig, asked: Asked) -> Problem | None:
     if trainer.backend == "fsdp2":
         return None
     of_backend = {"ddp": _of_ddp, "deepspeed": _of_deepspeed, "megatron": _of_megatron}[trainer.backend]
-    found = of_backend(trainer, asked)
+    found = of_backend(trainer, needs)
     return next(((key, message) for wrong, key, message in found if wrong), None)
 
 
-def _of_ddp(trainer: TrainerConfig, asked: Asked) -> list[tuple[bool, str, str]]:
+def _of_ddp(trainer: TrainerConfig, needs: RunNeeds) -> list[tuple[bool, str, str]]:
     return [
         (trainer.tensor_parallel > 1, "trainer.tensor_parallel", f"ddp has every layer whole on every rank; {FIX}"),
-        (asked.shards_on_disk, "checkpoint.sharded", f"what ddp divides is gathered to be written; {FIX}"),
+        (needs.shards_on_disk, "checkpoint.sharded", f"what ddp divides is gathered to be written; {FIX}"),
         (trainer.offload, "trainer.offload", f"what ddp divides stays on the GPU; {FIX}"),
         (
             not trainer.reshard_after_forward,
@@ -47,12 +47,12 @@ def _of_ddp(trainer: TrainerConfig, asked: Asked) -> list[tuple[bool, str, str]]
     ]
 
 
-def _of_deepspeed(trainer: TrainerConfig, asked: Asked) -> list[tuple[bool, str, str]]:
+def _of_deepspeed(trainer: TrainerConfig, needs: RunNeeds) -> list[tuple[bool, str, str]]:
     stage = 3 if trainer.zero is None else trainer.zero.stage
     return [
         (trainer.tensor_parallel > 1, "trainer.tensor_parallel", f"DeepSpeed divides no layers; {FIX}"),
-        (asked.samplers_apart, "cluster.samplers", f"what DeepSpeed divides is not sent to samplers apart; {FIX}"),
-        (asked.shards_on_disk, "checkpoint.sharded", f"DeepSpeed's parts are gathered to be written; {FIX}"),
+        (needs.samplers_apart, "cluster.samplers", f"what DeepSpeed divides is not sent to samplers apart; {FIX}"),
+        (needs.shards_on_disk, "checkpoint.sharded", f"DeepSpeed's parts are gathered to be written; {FIX}"),
         (
             not trainer.reshard_after_forward,
             "trainer.reshard_after_forward",
@@ -64,19 +64,19 @@ def _of_deepspeed(trainer: TrainerConfig, asked: Asked) -> list[tuple[bool, str,
             "DeepSpeed's stage 2 takes no step after one that was skipped; set trainer.deepspeed.stage: 3",
         ),
         (
-            stage == 3 and asked.compiles,
+            stage == 3 and needs.compiles,
             "model.compile",
             f"layers that ZeRO-3 gathers part by part are not compiled; {FIX}",
         ),
     ]
 
 
-def _of_megatron(trainer: TrainerConfig, asked: Asked) -> list[tuple[bool, str, str]]:
+def _of_megatron(trainer: TrainerConfig, needs: RunNeeds) -> list[tuple[bool, str, str]]:
     return [
-        (asked.critic, "critic", f"Megatron-core's layers train the policy alone; {FIX}"),
-        (asked.adapters, "model.lora", f"Megatron-core's layers take no adapters; {FIX}"),
-        (asked.compiles, "model.compile", f"Megatron-core's layers are not compiled; {FIX}"),
-        (asked.shards_on_disk, "checkpoint.sharded", f"Megatron-core's parts are gathered to be written; {FIX}"),
+        (needs.critic, "critic", f"Megatron-core's layers train the policy alone; {FIX}"),
+        (needs.adapters, "model.lora", f"Megatron-core's layers take no adapters; {FIX}"),
+        (needs.compiles, "model.compile", f"Megatron-core's layers are not compiled; {FIX}"),
+        (needs.shards_on_disk, "checkpoint.sharded", f"Megatron-core's parts are gathered to be written; {FIX}"),
         (
             trainer.sequence_parallel > 1,
             "trainer.sequence_parallel",

@@ -19,7 +19,7 @@ from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.policy import decoder_hidden_states, packed_hidden_states, scatter
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
-from posttrain.trainer.sharding import inside, shard, shard_alone, whole_state
+from posttrain.trainer.sharding import RunGathered, shard, shard_alone, unsharded, whole_state
 
 HEAD = "value_head"
 HEAD_FILE = f"{HEAD}.safetensors"
@@ -50,6 +50,7 @@ class Critic:
     def __init__(self, module: nn.Module, head: nn.Linear) -> None:
         self.module = module
         self.head = head
+        self.run_gathered: RunGathered = unsharded
         self.sequence: SequenceGroup | None = None
         self._place: tuple[torch.device, torch.dtype] | None = None  # see `Policy`
         quicken_norms(module)
@@ -84,7 +85,7 @@ class Critic:
         self.module.add_module(HEAD, self.head)
         if config.zero is None:
             shard_alone(self.head, ranks.mesh, offload=config.offload)
-            shard(self.module, ranks, config, self.dtype)
+            self.run_gathered = shard(self.module, ranks, config, self.dtype)
         elif config.zero.stage == 3:
             self.narrows = False
 
@@ -108,7 +109,7 @@ class Critic:
 
     def values(self, batch: Batch) -> Tensor:
         """[T] float32, differentiable unless under no_grad; 0.0 off the loss mask."""
-        return inside(self.module, lambda: self._values(batch))
+        return self.run_gathered(lambda: self._values(batch))
 
     def _values(self, batch: Batch) -> Tensor:
         batch = batch.to(self.device)
@@ -123,7 +124,7 @@ class Critic:
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: Any) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens."""
         quicken_layers(self.module, len(token_ids))
-        decoder = self.module if self._place is None else self.module.forward  # `inside` has gathered what it needs
+        decoder = self.module if self._place is None else self.module.forward  # `run_gathered` has gathered its weights
         return decoder_hidden_states(decoder, token_ids, positions, attention)
 
     def checkpoint_activations(self) -> None:

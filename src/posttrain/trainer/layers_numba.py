@@ -34,14 +34,20 @@ def normed_back(x, weight, scales, d_y, d_residual, d_x, d_weight):
     """d_x = d_residual + the gradient of x, given that of y."""
     for i in range(len(x)):
         row, given, other, target, scale = x[i], d_y[i], d_residual[i], d_x[i], scales[i]
-        along = ZERO
-        for c in range(len(row)):
-            product = given[c] * row[c]
-            along += product * weight[c]
-            d_weight[c] += product * scale
-        along *= scale * scale * scale / np.float32(len(row))
+        along = _along(row, weight, scale, given, d_weight)
         for c in range(len(row)):
             target[c] = other[c] + given[c] * weight[c] * scale - row[c] * along
+
+
+@compiled
+def _along(row, weight, scale, d_y, d_weight):
+    """How much of the row itself its norm takes from its gradient; adds to the gradient of the weight."""
+    along = ZERO
+    for c in range(len(row)):
+        product = d_y[c] * row[c]
+        along += product * weight[c]
+        d_weight[c] += product * scale
+    return along * (scale * scale * scale / np.float32(len(row)))
 
 
 @compiled
@@ -107,12 +113,7 @@ def _turn_back(grad, turn, out):
 def _head_back(head, norm, grad, d_weight):
     """The backward pass of a head's norm, `grad` in place."""
     weight, scale = norm[0], _scale_of(head, norm[1])
-    along = ZERO
-    for d in range(len(head)):
-        product = grad[d] * head[d]
-        along += product * weight[d]
-        d_weight[d] += product * scale
-    along *= scale * scale * scale / np.float32(len(head))
+    along = _along(head, weight, scale, grad, d_weight)
     for d in range(len(head)):
         grad[d] = grad[d] * weight[d] * scale - head[d] * along
 

@@ -34,34 +34,24 @@ _seen: WeakSet[nn.Module] = WeakSet()  # decoders that have been looked at
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What attention of one layer was asked with."""
+    """The arguments with which one layer asks for attention."""
 
     scaling: float
     sliding_window: int | None
 
 
 @dataclass(slots=True)
-class Asked:
-    """Plain causal attention that remembers how it was asked."""
+class RecordingAttention:
+    """An `AttentionContext`, plain and causal, that records how each layer asked for it."""
 
     how: dict[int, How] = field(default_factory=dict[int, How])
     extras: bool = False
 
-    def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        **extras: Any,
-    ) -> Tensor:
-        self.how[layer_idx] = How(scaling, sliding_window)
-        self.extras |= bool(extras)
+    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        how = self.how[layer_idx] = How(options.pop("scaling"), options.pop("sliding_window", None))
+        self.extras |= bool(options)
         visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
-        return exact_attention(query, key, value, visible, scaling=scaling, **extras).transpose(1, 2)
+        return exact_attention(query, key, value, visible, scaling=how.scaling, **options).transpose(1, 2)
 
 
 def is_known(module: nn.Module, config: Any) -> bool:
@@ -110,16 +100,16 @@ def _agreed(layer: Any, x: Tensor, turn: tuple[Tensor, ...]) -> How | None:
     """How the layer asks for attention, if written out it gives the same values and gradients."""
     x = x.requires_grad_()
     inputs = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    asked = Asked()
+    recorded = RecordingAttention()
     seed = x.detach().flip(1)
-    own = type(layer).forward(layer, x, position_embeddings=turn, attention_mask=None, attention=asked)
-    (how,) = asked.how.values()
-    written_out = _written_out(layer, how, x, turn, Asked())
+    own = type(layer).forward(layer, x, position_embeddings=turn, attention_mask=None, attention=recorded)
+    (how,) = recorded.how.values()
+    written_out = _written_out(layer, how, x, turn, RecordingAttention())
     pairs = zip(*((out, *torch.autograd.grad(out, inputs, seed)) for out in (own, written_out)), strict=True)
     close = all((a - b).abs().max() <= TOLERANCE * a.abs().max() for a, b in pairs)
-    if not close or asked.extras:
+    if not close or recorded.extras:
         log.warning("%s differs from what is known of its kind: it is not compiled for training", type(layer).__name__)
-    return how if close and not asked.extras else None
+    return how if close and not recorded.extras else None
 
 
 def _forward(layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:

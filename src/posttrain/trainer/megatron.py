@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.trainer.attention import AttentionContext, PackedAttention, layout_of
+from posttrain.trainer.distributed_optimizer import DistributedOptimizer, Piece, Shared, as_it_is
 from posttrain.trainer.fused import LogitsRule, fused_logprobs
 from posttrain.trainer.loading import ModelError
 from posttrain.trainer.megatron_core import (
@@ -40,7 +41,6 @@ from posttrain.trainer.megatron_layout import Groups, half_view, heads_view, sta
 from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.sharding import AT_HAND
-from posttrain.trainer.stretches import Piece, Shared, StretchedOptimizer, as_it_is
 from posttrain.trainer.vocabulary import Team, team_logprobs
 
 DEVICES = ("cuda",)  # that its layers ask for by name
@@ -122,9 +122,9 @@ class MegatronDecoder(nn.Module):
 
     def optimizer(
         self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total_steps: int | None
-    ) -> StretchedOptimizer:
+    ) -> DistributedOptimizer:
         """Of the trainable parameters of the module."""
-        return StretchedOptimizer(named, config, total_steps, shared=self.shared, pieces=self.pieces)
+        return DistributedOptimizer(named, config, total_steps, shared=self.shared, pieces=self.pieces)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """[R / T, 1, K]"""

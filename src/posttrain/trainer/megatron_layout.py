@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from posttrain.trainer.distributed_optimizer import View
 from posttrain.trainer.ranks import PATIENCE, Ranks, TrainerConfig
-from posttrain.trainer.stretches import View
 
 
 @dataclass(frozen=True, slots=True)

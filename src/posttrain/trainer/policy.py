@@ -39,7 +39,7 @@ from posttrain.trainer.prefix import SharedPrefixAttention, shared_layout, use_s
 from posttrain.trainer.prefix_varlen import VarlenAttention, varlen_layout
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
-from posttrain.trainer.sharding import inside, shard
+from posttrain.trainer.sharding import RunGathered, shard, unsharded
 from posttrain.trainer.vocabulary import head_logprobs
 
 
@@ -51,6 +51,7 @@ class Policy:
         self.version = version
         self.rule = logits_rule(module)
         self.decoder = decoder_of(module)
+        self.run_gathered: RunGathered = unsharded
         quicken_norms(self.decoder)
         self.sequence: SequenceGroup | None = None  # with whom it shares the rows of a micro-batch
         self.megatron: MegatronDecoder | None = None  # in the place of decoder and head
@@ -98,7 +99,7 @@ class Policy:
         """Shards the parameters over `ranks`, in place. From now on a forward is a collective: all ranks run as many.
 
         DeepSpeed shards them when its optimizer is made (`zero.ZeroOptimizer`); with `ddp` weights stay whole on every
-        rank (`stretches.StretchedOptimizer`), and nothing is done here.
+        rank (`distributed_optimizer.DistributedOptimizer`), and nothing is done here.
 
         sequence: the ranks that work on the same micro-batch and divide its rows among them; None = no such ranks.
         """
@@ -111,7 +112,7 @@ class Policy:
             self.narrows = False
             self.megatron = divide(self, ranks, config)
         elif config.zero is None:
-            shard(self.module, ranks, config, self.dtype)
+            self.run_gathered = shard(self.module, ranks, config, self.dtype)
         elif config.zero.stage == 3:
             self.narrows = False  # it leaves modules half-way, which then would stay gathered
 
@@ -140,12 +141,12 @@ class Policy:
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """[T] float32, differentiable unless under no_grad."""
-        return inside(self.module, lambda: self._at_policy_tokens(batch, temperature, with_entropy=False)[0])
+        return self.run_gathered(lambda: self._at_policy_tokens(batch, temperature, with_entropy=False)[0])
 
     def logprobs_and_entropy(self, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """([T] log-probs, [T] entropies of the distributions the tokens were drawn from), 0.0 off the mask."""
         work = partial(self._at_policy_tokens, batch, temperature, with_entropy=True)
-        logprobs, entropy = inside(self.module, work)
+        logprobs, entropy = self.run_gathered(work)
         assert entropy is not None
         return logprobs, entropy
 

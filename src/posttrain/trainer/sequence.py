@@ -1,4 +1,4 @@
-"""One micro-batch over several ranks, each of which holds 1 / U of its rows, and so of the activations.
+"""Sequence parallelism: one micro-batch over U ranks, each of which holds 1 / U of its rows, and so of the activations.
 
 Embeddings, norms, MLPs and the head need nothing of other rows. Only attention does, in one of two ways:
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,26 @@ from posttrain.trainer.tensor import check_layers, split_layer
 from posttrain.trainer.vocabulary import split_vocabulary
 
 Result = TypeVar("Result")
-INSIDE = "posttrain_inside"  # of a module: computes something with its weights gathered
+GATHERED = "posttrain_gathered"  # of a sharded module: the method that FSDP2 gathers its weights for
 BUCKET_BYTES = 1 << 26  # of weights that are gathered at once
 AT_HAND = "posttrain_at_hand"  # of a module whose parameters are not whole or DTensors: a context in which one is whole
 
 
-def shard(module: nn.Module, ranks: Ranks, config: TrainerConfig, dtype: torch.dtype) -> None:
+class RunGathered(Protocol):
+    """Calls `work` with the parameters that belong to no layer gathered, and returns its result.
+
+    Gradients of the result are reduced to the shards in the backward pass.
+    """
+
+    def __call__(self, work: Callable[[], Result], /) -> Result: ...
+
+
+def unsharded(work: Callable[[], Result], /) -> Result:
+    """The `RunGathered` of a module whose parameters are whole."""
+    return work()
+
+
+def shard(module: nn.Module, ranks: Ranks, config: TrainerConfig, dtype: torch.dtype) -> RunGathered:
     """Shards a module in place: each layer, then with `module` itself what is left (embedding, last norm, head).
 
     dtype: the one that the model computes in. Raises ModelError for a model that a team of ranks cannot divide.
@@ -63,8 +77,9 @@ def shard(module: nn.Module, ranks: Ranks, config: TrainerConfig, dtype: torch.d
     for part in sharded_parts(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
-    setattr(module, INSIDE, MethodType(_inside, module))
-    register_fsdp_forward_method(module, INSIDE)
+    setattr(module, GATHERED, MethodType(lambda _, work: work(), module))
+    register_fsdp_forward_method(module, GATHERED)  # replaces it by one that gathers first
+    return getattr(module, GATHERED)
 
 
 def shard_alone(module: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
@@ -85,19 +100,6 @@ def widen(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-
-
-def _inside(module: nn.Module, work: Callable[[], Result]) -> Result:
-    return work()
-
-
-def inside(module: nn.Module, work: Callable[[], Result]) -> Result:
-    """Calls `work` with the parameters that belong to no layer gathered, and returns its result.
-
-    Gradients of the result are reduced to the shards in the backward pass. A module that is not sharded: just `work()`.
-    """
-    run: Callable[[Callable[[], Result]], Result] | None = getattr(module, INSIDE, None)
-    return work() if run is None else run(work)
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

@@ -1,4 +1,4 @@
-"""Every layer over several ranks: tensor parallel (Shoeybi et al. 2019, Megatron-LM) by DTensor.
+"""Tensor parallelism: every layer over several ranks (Shoeybi et al. 2019, Megatron-LM), by DTensor.
 
 Each of N ranks has 1 / N of the heads and of the MLP of every layer. Queries, keys, values, gate and up are divided by
 what they give, the projections behind them by what they take; these give partial sums, which are added over the ranks:

@@ -1,4 +1,4 @@
-"""Embedding and head over a team of ranks, each of which has 1 / T of the vocabulary (Shoeybi et al. 2019, section 3).
+"""Vocabulary parallelism: embedding and head over T ranks, each with 1 / T of the vocabulary (Shoeybi et al. 2019).
 
 A position's log-prob needs three numbers of every rank r, not its logits z (see `fused.py`):
 

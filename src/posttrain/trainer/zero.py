@@ -27,7 +27,7 @@ from posttrain.trainer.optimizer import (
     by_parameter,
 )
 from posttrain.trainer.ranks import DeepSpeedConfig, Ranks, TrainerConfig
-from posttrain.trainer.sharding import AT_HAND, INSIDE
+from posttrain.trainer.sharding import AT_HAND, RunGathered
 
 Result = TypeVar("Result")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -37,6 +37,7 @@ class Trained(Protocol):
     """What is needed of a policy or critic."""
 
     module: nn.Module
+    run_gathered: RunGathered
 
     @property
     def device(self) -> torch.device: ...
@@ -48,7 +49,7 @@ class Trained(Protocol):
 class ZeroOptimizer(Stepper):
     """Divides a model among all ranks and steps it; every rank has to make one, and to call whatever it calls.
 
-    Masters and moments are float32. From now on forwards of the model go through the engine (`sharding.inside`), which
+    Masters and moments are float32. From now on forwards of the model go through the engine (`run_gathered`), which
     takes a gradient for one of all ranks' mean: it is given as many times as there are ranks.
     """
 
@@ -69,7 +70,7 @@ class ZeroOptimizer(Stepper):
         room = _Room(model.module)
         self._engine = self._deepspeed.initialize(model=room, optimizer=self._base, config=options)[0]
         self._make_moments()
-        setattr(model.module, INSIDE, self._run)
+        model.run_gathered = self._run_gathered
         setattr(model.module, AT_HAND, self._deepspeed.zero.GatheredParameters)
         for name, value in wide.items():
             self._set(name, MASTER, value)
@@ -97,7 +98,7 @@ class ZeroOptimizer(Stepper):
                 self._set(name, key, value)
         self.steps_done = int(tensors[STEPS_DONE].item())
 
-    def _run(self, work: Callable[[], Any]) -> Any:
+    def _run_gathered(self, work: Callable[[], Any], /) -> Any:
         result = self._engine(work)
         for tensor in result if isinstance(result, tuple) else (result,):
             if tensor.requires_grad:

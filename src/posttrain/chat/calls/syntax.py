@@ -12,11 +12,12 @@ from posttrain.chat.calls.describe import describe, example_arguments
 from posttrain.chat.calls.json_text import dumps, flaw
 from posttrain.chat.calls.scan import Lookout, Scan, Wait
 from posttrain.chat.calls.signature import Signature, Signatures
+from posttrain.thought import THINK_CLOSE, THINK_OPEN
 from posttrain.trajectory import CallStatus
 
 Call = tuple[str, Mapping[str, Any]]  # (tool, arguments)
 
-THINK = ("<think>", "</think>")
+THINK = (THINK_OPEN, THINK_CLOSE)
 NO_TOOLS = Signatures(())
 
 

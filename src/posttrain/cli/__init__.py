@@ -1,5 +1,5 @@
 """The command line. Each command reads its arguments, calls one function and prints; everything heavy is imported
-when a command runs."""
+when a command runs. Those that serve are in `serving.py`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads stall beside a busy neighbour
 
 import typer
 
+from posttrain.cli import serving
+from posttrain.cli.terminal import AsJson, Overrides, fail, print_rich, progress, show_result
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. run.seed=1", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON line instead of a table.")]
 
 
 def main() -> None:
@@ -59,9 +59,9 @@ def plan(
 
     found = _rl_config(config, overrides)
     planned, room = rl.plan_only(found), room_of(found, gpu_gib=gpu_gib)
-    _show(as_json, planned.as_dict() | {"memory": room.as_dict()}, planned.render())
+    show_result(as_json, planned.as_dict() | {"memory": room.as_dict()}, planned.render())
     if not as_json:
-        _print(room_table(room))
+        print_rich(room_table(room))
     if not room.fits:
         raise DoesNotFit([f"the run {room.verdict}"])
 
@@ -140,7 +140,7 @@ def launch(
         )
         script = slurm_script(job) if on == "slurm" else ray_command(job, address)
     except ValueError as error:
-        _fail(error)
+        fail(error)
     typer.echo(script, nl=False)
 
 
@@ -164,13 +164,13 @@ def evaluate(
     found = find_target(target, [*(overrides or ()), *given], config=config, checkpoint=checkpoint)
     folder = out if out is not None else default_folder(found)
     check_place(folder)
-    with _progress("answering") as watch:
+    with progress("answering") as watch:
         run = evaluate_target(found, watch)
     run.write(folder)
     if as_json:
         typer.echo(json.dumps(run.as_dict() | {"out": str(folder)}))
     else:
-        _print(report(run))
+        print_rich(report(run))
         typer.echo(f"written to {folder}")
     run.check()
 
@@ -194,7 +194,7 @@ def generate(
 
     given = [*(overrides or ()), f"eval.samples_per_prompt={samples}"]
     found = find_target(target, given, config=config, checkpoint=checkpoint)
-    with _progress("answering") as watch:
+    with progress("answering") as watch:
         done = generation.generate(found, file, out, samples=samples, watch=watch)
     if as_json:
         typer.echo(json.dumps(done.as_dict()))
@@ -217,7 +217,7 @@ def export(
     from posttrain.loops.target import find_target
 
     size = export_target(find_target(target, overrides or (), config=config, checkpoint=checkpoint), out)
-    _show(as_json, {"out": str(out), "bytes": size}, f"written to {out}: {size / 2**20:.1f} MiB")
+    show_result(as_json, {"out": str(out), "bytes": size}, f"written to {out}: {size / 2**20:.1f} MiB")
 
 
 @app.command()
@@ -257,15 +257,15 @@ def index(
     from posttrain.retrieval.command import build
 
     try:
-        with _progress("indexing") as watch:
+        with progress("indexing") as watch:
             options = {"empty": empty, "overwrite": overwrite, "on_progress": watch}
             manifest = build(corpus, out, method, encoder, settings or (), **options)
     except (FileExistsError, ValueError, ImportError) as error:
-        _fail(error)
+        fail(error)
     counts = manifest["counts"]
     shown = {"passages": counts["passages"], "terms": counts.get("terms"), "dimensions": counts.get("dimensions")}
     text = ", ".join(f"{count} {name}" for name, count in shown.items() if count is not None)
-    _show(as_json, {"index": str(out), **manifest}, f"{out}: {text}")
+    show_result(as_json, {"index": str(out), **manifest}, f"{out}: {text}")
 
 
 @app.command("import-gguf")
@@ -282,117 +282,11 @@ def import_gguf_file(
     from posttrain.trainer.gguf import import_gguf
 
     done = import_gguf(source, out, dtype=dtype, tokenizer=tokenizer)  # type: ignore[arg-type]
-    _show(as_json, done.as_dict(), done.render())
+    show_result(as_json, done.as_dict(), done.render())
 
 
-@app.command()
-def serve(
-    model: Annotated[
-        str, typer.Argument(help="A run directory (its latest checkpoint), a checkpoint, a config file or a model.")
-    ],
-    overrides: Overrides = None,
-    config: Annotated[Path | None, typer.Option(help="The config whose limits and env.options hold.")] = None,
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with the clients' API key.")] = None,
-    syntax: Annotated[str | None, typer.Option(help="How the model writes tool calls; default hermes.")] = None,
-    record: Annotated[Path | None, typer.Option(help="A folder for all conversations, token by token.")] = None,
-) -> None:
-    """Serve a model to any OpenAI client, by the endpoint that external agents are trained through."""
-    import asyncio
-
-    from posttrain.loops.serve import open_desk, served_target
-    from posttrain.loops.serve import serve as answer_all
-    from posttrain.retrieval.command import token_of
-
-    try:
-        token = token_of(token_env)
-    except ValueError as error:
-        _fail(error)
-    if record is not None:
-        record.mkdir(parents=True, exist_ok=True)
-    target = served_target(model, overrides or (), config=config)
-    desk = open_desk(target, syntax=syntax, folder=record)
-    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        typer.echo(f"serving on {host} without a token: whoever reaches this machine can use the model", err=True)
-    asyncio.run(answer_all(desk, host, port, token=token, say=lambda url: typer.echo(f"serving at {url}", err=True)))
-
-
-@app.command()
-def serve_search(
-    index: Annotated[Path, typer.Argument(help="A folder made by `posttrain index`.")],
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    top_k: Annotated[int, typer.Option(min=1, help="Passages per query, where the request does not say.")] = 3,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with a token that clients send.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="rerank.model=..., encoder.device=cuda, hybrid.k=60, effort=64 ..."),
-    ] = None,
-) -> None:
-    """Serve an index over HTTP: POST /retrieve as Search-R1 has it, GET /healthz, GET /metrics."""
-    from posttrain.retrieval.command import open_for_serving, token_of
-
-    try:
-        from posttrain.retrieval.server import create_app, serve
-
-        retriever, about = open_for_serving(index, settings or ())
-        token = token_of(token_env)
-    except (ImportError, ValueError) as error:
-        _fail(error)
-    serve(create_app(retriever, default_top_k=top_k, about=about, token=token), host, port, open_to_all=token is None)
-
-
-@app.command()
-def serve_reward(
-    model: Annotated[str, typer.Argument(help="A sequence classifier: directory or hub id.")],
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 5000,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with a token that clients send.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="device=cuda, max_tokens=8192 ...")] = None,
-) -> None:
-    """Serve a reward model over HTTP as OpenRLHF does: POST /get_reward, GET /healthz."""
-    from posttrain.config import RewardConfig
-    from posttrain.retrieval.command import nested
-    from posttrain.rewards.config import load_reward
-    from posttrain.rewards.service import secret
-    from posttrain.runs.config_file import parse_config
-
-    try:
-        options = nested(settings or ())
-        from posttrain.rewards.server import create_app, serve
-    except (ImportError, ValueError) as error:
-        _fail(error)
-    loaded: Any = load_reward(parse_config(RewardConfig, {"name": "model", "options": {"path": model, **options}}))
-    token = secret(token_env) or None
-    serve(create_app(loaded, token=token), host, port, open_to_all=token is None)
-
-
-@app.command()
-def serve_tools(
-    tools: Annotated[
-        list[str] | None, typer.Argument(help="Online tools by name, functions as file.py:name; default: all built-in.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A YAML file with the keys `tools` and `mcp`.")] = None,
-    stdio: Annotated[bool, typer.Option("--stdio", help="Speak on standard input and output, as a child.")] = False,
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    token_env: Annotated[str | None, typer.Option(help="The environment variable with the clients' token.")] = None,
-    allow_host: Annotated[list[str] | None, typer.Option(help="Another name of this machine for clients.")] = None,
-) -> None:
-    """Serve tools to any MCP client, over streamable HTTP at /mcp or over stdio."""
-    try:
-        from posttrain.tools.mcp.offer import ToolOffer
-        from posttrain.tools.mcp.serve import serve
-    except ImportError as error:
-        _fail(error)
-    from posttrain.runs.config_file import load_config, parse_config
-
-    given = {"tools": tools} if tools else {}
-    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
-    offer = parse_config(ToolOffer, given) if config is None else load_config(ToolOffer, config, overrides)
-    say = partial(typer.echo, err=True)
-    serve(offer, stdio=stdio, host=host, port=port, token_env=token_env, allowed_hosts=allow_host or (), say=say)
+for command in (serving.serve, serving.serve_search, serving.serve_reward, serving.serve_tools):
+    app.command()(command)
 
 
 @app.command()
@@ -420,7 +314,7 @@ def chat(
     check_request(question, task, env, save)
     given = [] if temperature is None else [f"eval.temperature={temperature}"]
     target = find_target(model, [*(settings or ()), *given], config=config, checkpoint=checkpoint)
-    show = None if as_json else partial(_print, end="")
+    show = None if as_json else partial(print_rich, end="")
     refused = False
     person = _person(shown=not as_json) if you else None
     with Chat.open(target, task=task, env=env, judged=answer is not None, person=person) as opened:
@@ -434,7 +328,7 @@ def chat(
                 typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
                 refused = True
                 continue
-            _show(as_json, reply.as_dict(), f"\n{reply.verdict}")
+            show_result(as_json, reply.as_dict(), f"\n{reply.verdict}")
             if save is not None:
                 opened.save(save)
     if refused or (one and reply.invalid is not None):
@@ -465,7 +359,7 @@ def show(
         typer.echo(json.dumps(found.as_dict()))
         return
     for piece in found.render(by_token=tokens):
-        _print(piece, end="")
+        print_rich(piece, end="")
 
 
 def _questions() -> Iterator[str]:
@@ -508,7 +402,7 @@ def check(
     from posttrain.loops.check import check as run_check
 
     found = run_check(_rl_config(config, overrides), tasks=tasks, frame=frame, solution=solution)
-    _show(as_json, found.as_dict(), found.render())
+    show_result(as_json, found.as_dict(), found.render())
     if not found.passed:
         raise typer.Exit(1)
 
@@ -522,7 +416,7 @@ def doctor(
     from posttrain.loops.doctor import diagnose
 
     found = diagnose(run_dir)
-    _show(as_json, found.as_dict(), found.render())
+    show_result(as_json, found.as_dict(), found.render())
     if not found.works:
         raise typer.Exit(1)
 
@@ -533,7 +427,7 @@ def algorithms(as_json: AsJson = False) -> None:
     from posttrain.runs.catalogue import as_text, rows
 
     found = rows()
-    _show(as_json, {"algorithms": [row.as_dict() for row in found]}, as_text(found))
+    show_result(as_json, {"algorithms": [row.as_dict() for row in found]}, as_text(found))
 
 
 def _train(run: Any, as_json: bool) -> None:
@@ -550,7 +444,7 @@ def _train(run: Any, as_json: bool) -> None:
         raise
     finally:
         run.close()
-    _show(as_json, summary, "\n".join(f"{key:<28} {value}" for key, value in summary.items()))
+    show_result(as_json, summary, "\n".join(f"{key:<28} {value}" for key, value in summary.items()))
 
 
 def _way_on(run: Any) -> str:
@@ -566,35 +460,3 @@ def _rl_config(path: Path, overrides: list[str] | None, *, smoke: bool = False) 
         return config
     folder = Path("runs") / f"{config.run.name}-smoke" / time.strftime("%Y%m%d-%H%M%S")
     return load_config(RLConfig, path, [f"run.dir={folder}", *smoke_settings(config, path), *(overrides or ())])
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal's stderr, nothing elsewhere; call it with (done, all)."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(what, total=None)
-        yield lambda done, count: progress.update(bar, completed=done, total=count)
-
-
-def _print(shown: Any, end: str = "\n") -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a pipe has no width of its own
-    console.print(shown, end=end, soft_wrap=not end)
-
-
-def _fail(error: Exception) -> NoReturn:
-    """For errors of Python's own kinds whose text says all."""
-    typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-    raise typer.Exit(1)
-
-
-def _show(as_json: bool, record: dict[str, Any], text: str) -> None:
-    typer.echo(json.dumps(record) if as_json else text)

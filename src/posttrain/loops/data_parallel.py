@@ -1,4 +1,4 @@
-"""Micro-batches spread over ranks; the result is that of one process.
+"""Data parallelism: micro-batches spread over ranks, or teams of them; the result is that of one process.
 
 Every rank holds the whole batch and computes its share of it. The weights of a sharded model are gathered by a
 collective in every forward, so all ranks must run equally many: a rank with fewer micro-batches runs short ones besides
@@ -19,7 +19,7 @@ from posttrain.packing import Batch, segment_bins, select
 def bins_for(batch: Batch, learner: Learner, *, at_least: int = 1) -> list[list[int]]:
     """Segments by micro-batch. Their number is a multiple of the number of teams, if there are enough segments."""
     budget, shared = learner.config.batch.tokens_per_micro_batch, learner.policy.computes_prefixes_once
-    size = learner.teams
+    size = learner.data_parallel_size
     bins = segment_bins(batch, budget, at_least=max(at_least, size), shared=shared)
     short = -len(bins) % size
     return bins if not short else segment_bins(batch, budget, at_least=len(bins) + short, shared=shared)
@@ -44,13 +44,13 @@ def forward_together(
 ) -> Tensor:
     """[T] of a forward without gradients, a bin at a time, in the batch's order and on every rank."""
     ranks, out = learner.ranks, torch.zeros(len(batch))
-    hands = dealt([sum(batch.lengths[s] for s in segments) for segments in bins], learner.teams)
-    for index in hands[learner.team]:
+    hands = dealt([sum(batch.lengths[s] for s in segments) for segments in bins], learner.data_parallel_size)
+    for index in hands[learner.data_parallel_rank]:
         out[batch.tokens_of(bins[index])] = forward(select(batch, bins[index])).float().cpu()
-    for _ in range(_idle(hands, learner.team)):
+    for _ in range(_idle(hands, learner.data_parallel_rank)):
         forward(_shortest(batch))
     learner.let_go()
-    return ranks.sum(out if learner.speaks else torch.zeros_like(out))
+    return ranks.sum(out if learner.is_first_of_team else torch.zeros_like(out))
 
 
 def descend_together(
@@ -61,11 +61,11 @@ def descend_together(
     Streams that `loss_of` adds to a micro-batch are then known to every rank. module: the model that learns.
     """
     ranks, losses = learner.ranks, torch.zeros(len(parts), dtype=torch.float64)
-    hands = dealt([len(part) for part in parts], learner.teams)
-    mine = hands[learner.team]
+    hands = dealt([len(part) for part in parts], learner.data_parallel_size)
+    mine = hands[learner.data_parallel_rank]
     given = set(parts[0].streams)
     done = [parts[index] for index in mine]
-    idle = _idle(hands, learner.team)
+    idle = _idle(hands, learner.data_parallel_rank)
     for number, index in enumerate(mine):
         loss = loss_of(learner, parts[index])
         learner.before_backward(module, last=number + 1 == len(mine) + idle)
@@ -80,8 +80,8 @@ def descend_together(
         done.append(nothing)
     made = {name: stream.dtype for name, stream in sorted(done[0].streams.items()) if name not in given}
     for name, dtype in made.items():
-        _share_stream(learner, parts, mine if learner.speaks else (), name, dtype)
-    return float(ranks.sum(losses if learner.speaks else torch.zeros_like(losses)).sum())
+        _share_stream(learner, parts, mine if learner.is_first_of_team else (), name, dtype)
+    return float(ranks.sum(losses if learner.is_first_of_team else torch.zeros_like(losses)).sum())
 
 
 def _idle(hands: Sequence[Sequence[int]], team: int) -> int:

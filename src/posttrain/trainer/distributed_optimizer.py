@@ -1,9 +1,9 @@
-"""The optimizer step for weights that several ranks hold alike; masters and moments are divided among these ranks.
+"""A distributed optimizer, as in ZeRO-1 (Rajbhandari et al. 2020) and Megatron: every rank steps a part of the weights.
 
-Each rank owns one stretch of the flattened parameters, as in ZeRO-1 (Rajbhandari et al. 2020) and Megatron's
-distributed optimizer. Once per update, and for many parameters at a time, gradients are reduce-scattered to stretches,
-each rank steps its own, and the new weights are all-gathered. Where every rank has all weights this is data parallel
-training (`trainer.backend: ddp`); with Megatron-core a rank has parts of the layers, as some of the others have.
+Masters and moments are divided: each rank owns one stretch of the flattened parameters. Once per update, and for many
+parameters at a time, gradients are reduce-scattered to stretches, each rank steps its own, and the new weights are
+all-gathered. Where every rank has all weights this is data parallel training (`trainer.backend: ddp`); with
+Megatron-core a rank has parts of the layers, as some of the others have.
 
 The rules of a step are those of every other backend: gradients are summed and not averaged, the norm is taken over all
 ranks, an update with non-finite gradients is skipped, and state has the names of Hugging Face layout.
@@ -91,7 +91,7 @@ class Piece:
         return [size // self._size if d == self.dim else size for d, size in enumerate(self.shape)]
 
 
-class StretchedOptimizer(Stepper):
+class DistributedOptimizer(Stepper):
     """Steps parameters that every rank of a group holds alike. Every rank makes one and calls the same methods.
 
     A parameter that no loss has reached counts as one with gradients of 0.0: it is stepped, and so decays.
@@ -118,7 +118,7 @@ class StretchedOptimizer(Stepper):
     @classmethod
     def of_whole(
         cls, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total_steps: int | None
-    ) -> StretchedOptimizer:
+    ) -> DistributedOptimizer:
         """Every rank has every weight."""
         named, everyone = list(named), Shared(dist.group.WORLD)
         return cls(named, config, total_steps, shared={p: everyone for _, p in named}, pieces={})
