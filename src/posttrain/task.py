@@ -173,7 +173,7 @@ def detached(value: Any) -> Any:
 
     Not copy.deepcopy: it is several times slower, and fails for what cannot be copied, such as an open client.
     """
-    kind: object = type(value)
+    kind = cast("type[object]", type(value))
     if kind is dict:
         return {key: detached(inner) for key, inner in value.items()}
     if kind is list:

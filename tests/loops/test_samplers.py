@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from posttrain.loops.learner import Learner
 from posttrain.loops.samplers import Sampling, ready_sampler
 from posttrain.loops.serve import open_desk, served_target
 from posttrain.loops.target import find_target
+from posttrain.runs.metrics import Metrics
+from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.requests import SamplerError
 from posttrain.trainer.policy import Policy
 from posttrain.weights.publish import Publisher, WeightError
@@ -157,3 +160,48 @@ def test_an_evaluation_by_a_server_is_the_evaluation_in_this_process(tmp_path: P
 def test_without_vllm_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(SamplerError, match="install it"):
         rl.start(toy_config(tmp_path, sampler={"engine": "vllm"}))
+
+
+TWO_TURNS = """
+from posttrain.envs import Observation, SingleTurnEnv, Step
+
+class TwoTurns(SingleTurnEnv):
+    max_turns, said = 2, 0
+
+    async def step(self, action):
+        self.said += 1
+        return Step(observation=Observation(text=" more "), done=self.said == 2)
+"""
+
+
+@pytest.mark.parametrize("sampling", [{}, {"max_staleness": 1}])
+@pytest.mark.parametrize("rows_of_128", [2, 64])
+def test_a_step_says_what_the_kv_cache_did_for_it(tmp_path: Path, rows_of_128: int, sampling: dict[str, int]) -> None:
+    """8 episodes that wait for a second turn do not fit into 2 rows, and fit into 64."""
+    (tmp_path / "env.py").write_text(TWO_TURNS)
+    policy = Policy.from_config(toy_config(tmp_path).model)
+    kv_bytes = rows_of_128 * 128 * NativeSampler(policy).engines[0].cache.bytes_per_token
+    options = {"kv_gib": kv_bytes / 2**30}
+    env = {"name": f"{tmp_path}/env.py:TwoTurns"}
+    engines = {"engines": 1} | sampling
+    run = trained(toy_config(tmp_path, env=env, sampler={"options": options}, sampling=engines))
+    timing = [json.loads(line) for line in (run.directory.path / "timing.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in timing] == [1, 2]
+    for row in timing if not sampling else timing[:1]:  # step 2 may have been rolled out ahead, whole
+        assert 0 < row["sampler/cache_hit_rate"] < 1
+        assert 1 <= row["sampler/batch_size"] <= 16
+    assert (sum(row["sampler/evictions"] for row in timing) > 0) == (rows_of_128 == 2)
+    done = run.sampling.sampler.counters()
+    for name in ("tokens_prefilled", "tokens_reused", "evictions"):
+        assert sum(row[f"sampler/{name}"] for row in timing) == done[name]
+
+
+def test_what_a_sampler_does_not_count_is_in_no_row() -> None:
+    class Frugal:
+        def counters(self) -> dict[str, int]:
+            return {"tokens_prefilled": 30, "tokens_reused": 10}
+
+    metrics = Metrics()
+    Sampling(sampler=Frugal()).record(metrics)
+    expected = {"sampler/cache_hit_rate": 0.25, "sampler/tokens_prefilled": 30.0, "sampler/tokens_reused": 10.0}
+    assert metrics.reduce() == expected

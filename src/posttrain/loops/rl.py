@@ -204,8 +204,6 @@ def _do_step(run: Run, runner: Runner) -> None:
         run.step += 1
         if run.step in run.plan.eval_steps:
             _evaluate(run, runner, metrics)
-    record_tools(metrics, run.parts.tools)
-    run.sampling.record(metrics)
     _log(run, metrics)
     if run.step in run.plan.checkpoint_steps:
         checkpoint(run, runner)
@@ -444,6 +442,9 @@ def _store(config: RLConfig, directory: RunDirectory) -> CheckpointStore:
 
 
 def _log(run: Run, metrics: Metrics) -> None:
+    """Ends a row: with what tools and sampler have done since the last one."""
+    record_tools(metrics, run.parts.tools)
+    run.sampling.record(metrics)
     row = metrics.reduce()
     run.sinks.write(run.step, row)
     if run.on_row is not None:
