@@ -154,6 +154,7 @@ def _require_empty(path: Path) -> None:
             "Start another beside it: set run.name. Start over: delete the folder"
         )
     unfinished = {"plan.txt", "metrics.jsonl", "timing.jsonl", "trajectories", "checkpoints"}  # killed while starting
+    unfinished |= {"tensorboard", "wandb", "wandb_id"}  # one sink was open when another did not start
     foreign = [name for name in found if name not in unfinished and not name.startswith(".")]
     if foreign:
         raise RunError(f"{path} is not empty (it holds {foreign[0]!r}); set run.name or run.dir to a new folder")
