@@ -417,7 +417,7 @@ def chat(
     from posttrain.loops.chat import Chat, check_request
     from posttrain.loops.target import find_target
 
-    check_request(question, task, env, save)
+    check_request(question, task, env, save, answer)
     given = [] if temperature is None else [f"eval.temperature={temperature}"]
     target = find_target(model, [*(settings or ()), *given], config=config, checkpoint=checkpoint)
     show = None if as_json else partial(_print, end="")

@@ -230,6 +230,9 @@ def test_wishes_that_contradict_each_other_are_refused_before_anything_loads(tmp
         ((None, "t", "e", None), "leave these out"),
         (("q", None, None, tmp_path / "x.json"), r"must end in .parquet"),
         (("q", None, None, there), "there already"),
+        ((None, "t", None, None, "Rome"), "leave these out"),
+        ((" ", None, None, None), "the question is empty"),
+        (("q", None, None, None, ""), "--answer is empty"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_request(*wishes)

@@ -235,10 +235,17 @@ def explained(last: Trajectory, task: Task) -> Outcome:
     return replace(outcome, detail="\n".join(lines))
 
 
-def check_request(question: str | None, task: str | None, env: str | None, save: Path | None) -> None:
-    """Raises ConfigError for wishes that contradict each other, before a model is loaded."""
-    if task is not None and (question is not None or env is not None):
-        raise ConfigError(["--task names a task of the data, which has its own question and env; leave these out"])
+def check_request(
+    question: str | None, task: str | None, env: str | None, save: Path | None, answer: str | None = None
+) -> None:
+    """Raises ConfigError for wishes that are empty or contradict each other, before a model is loaded."""
+    if task is not None and (question, env, answer) != (None, None, None):
+        raise ConfigError(
+            ["--task names a task of the data, which has its own question, answer and env; leave these out"]
+        )
+    for given, what in ((question, "the question"), (answer, "--answer")):
+        if given is not None and not given.strip():
+            raise ConfigError([f"{what} is empty; say it, or leave it out"])
     if save is not None and save.suffix != ".parquet":
         raise ConfigError([f"--save writes parquet, so its file must end in .parquet, got {save}"])
     if save is not None and save.exists():

@@ -17,6 +17,8 @@ from posttrain.trainer.loading import load_config as load_model_config
 from posttrain.trainer.lora import ADAPTER
 from posttrain.trainer.policy import Policy
 
+DATA_FILES = (".jsonl", ".parquet", ".gz")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -50,6 +52,10 @@ def find_target(
     Raises ConfigError saying what was found instead.
     """
     path = Path(named)
+    if path.is_file() and path.suffix in DATA_FILES:
+        raise ConfigError(
+            [f"{named} is a file of data; first comes a run directory, a checkpoint, a config or a model"]
+        )
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if config is not None or checkpoint is not None:
             raise ConfigError([f"{named} is a config file: --config and --checkpoint go with a run or a model"])

@@ -151,7 +151,7 @@ def _require_empty(path: Path) -> None:
     if (path / "config.yaml").exists():
         raise RunError(
             f"{path} already holds a run. Go on with it: `posttrain resume {path}`. "
-            "Start another beside it: set run.name. Start over: delete the folder"
+            "Start another beside it: set run.name, or run.dir where that is set. Start over: delete the folder"
         )
     unfinished = {"plan.txt", "metrics.jsonl", "timing.jsonl", "trajectories", "checkpoints"}  # killed while starting
     unfinished |= {"tensorboard", "wandb", "wandb_id"}  # one sink was open when another did not start
