@@ -90,6 +90,11 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         (["sampler.engine=vllm", "sampler.sleep=1", "sampling.max_staleness=1"], "samples while the trainer works"),
         (["sampler.engine=vllm", "trainer.ranks=2"], "vllm samples for a run on one rank"),
         (["sampler.options.max_bath=3"], r"no option of the engine native; did you mean max_batch\?"),
+        (["sampler.options.kv_gib=-1"], r"sampler.options.kv_gib: Input should be greater than 0 \(got -1\)"),
+        (["sampler.options.kv_gib='2 GB'"], r"sampler.options.kv_gib: Input should be a valid number \(got '2 GB'\)"),
+        (["sampler.options.max_batch=0"], r"sampler.options.max_batch: .* greater than 0"),
+        (["sampler.options.max_batch=null"], r"sampler.options.max_batch: .* valid integer"),
+        ([*SERVED, "sampler.options.concurrency=many"], r"sampler.options.concurrency: .* valid integer"),
         (["sampler.transport=disk"], "go with sampler.engine: vllm or vllm_server, or with cluster.samplers"),
         (["cluster.samplers=1", "sampler.transport=memory"], "processes of their own; use shared, broadcast"),
         (
@@ -129,6 +134,9 @@ def test_the_options_of_the_native_engine_reach_it() -> None:
     config = load_config(RLConfig, RECIPE, ["sampler.options.max_batch=6", "sampling.engines=2"])
     sampler: Any = ready_sampler(config, None, lambda: Policy.from_config(config.model))
     assert [engine.limits.max_batch for engine in sampler.engines] == [3, 3]
+    config = load_config(RLConfig, RECIPE, ["sampler.options.tokens_per_step=20"])
+    with pytest.raises(ConfigError, match=r"sampler.options: need 1 <= max_batch \(256\) <= tokens_per_step \(20\)"):
+        ready_sampler(config, None, lambda: Policy.from_config(config.model))
 
 
 def test_a_missing_key_of_a_server_is_named() -> None:

@@ -139,7 +139,10 @@ def sampler_of_rank(learner: Learner, tokenizer: Any) -> NativeSampler:
 
 def native_sampler(config: RLConfig, tokenizer: Any, policy: Policy, workers: int) -> NativeSampler:
     """For training and evaluation. It truncates when asked to; the config refuses that for training."""
-    return NativeSampler(policy, tokenizer, workers=workers, truncation="allow", **config.sampler.options)
+    try:
+        return NativeSampler(policy, tokenizer, workers=workers, truncation="allow", **config.sampler.options)
+    except ValueError as error:  # values that do not go together on this device
+        raise ConfigError([f"sampler.options: {error}"]) from error
 
 
 def published_sampling(config: RLConfig, tokenizer: Any, policy: Policy) -> Sampling:

@@ -161,6 +161,9 @@ def _require_empty(path: Path) -> None:
 
 
 def _runs_near(path: Path) -> str:
+    within = next((folder for folder in path.parents if (folder / "config.yaml").is_file()), None)
+    if within is not None:  # a checkpoint
+        return f": {within}"
     parent = path.parent
     names = sorted(file.parent.name for file in parent.glob("*/config.yaml")) if parent.is_dir() else []
     return f". Runs in {parent}: {', '.join(names[:10])}" if names else ""
