@@ -10,6 +10,8 @@ import pytest
 
 from loops.toy import toy_config, write_rows
 from posttrain.config import ConfigError, EvalRunConfig, parse_config
+from posttrain.loops.chat import check_request
+from posttrain.loops.export import export_target
 from posttrain.loops.generate import generate, source_of
 from posttrain.loops.target import Target
 
@@ -93,6 +95,17 @@ def test_what_cannot_hold_lines_is_refused_at_once(tmp_path: Path, name: str, sh
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=f"--out is a file of JSON lines.*{shown}"):
         generate(target(tmp_path), prompts(tmp_path, 1), tmp_path / name)
+
+
+def test_a_place_below_a_file_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    asked = target(tmp_path, model={"path": "no_such_model"})
+    out = Path(prompts(tmp_path, 1)) / "answers.jsonl"
+    with pytest.raises(ConfigError, match=r"cannot be written: .*asked.jsonl is no folder that may be written to"):
+        generate(asked, prompts(tmp_path, 1), out)
+    with pytest.raises(ConfigError, match=r"no folder that may be written to; set OUT"):
+        export_target(asked, out)
+    with pytest.raises(ConfigError, match=r"no folder that may be written to; set --save"):
+        check_request("q", None, None, out.with_suffix(".parquet"))
 
 
 def test_answers_of_any_characters_are_read_again_also_when_cut_within_one(tmp_path: Path) -> None:

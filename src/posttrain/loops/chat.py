@@ -33,7 +33,7 @@ from posttrain.loops.build import (
 from posttrain.loops.collect import attach_outcome, origin_of
 from posttrain.loops.person import Person, check_has_user, with_person
 from posttrain.loops.samplers import close_sampler, ready_sampler
-from posttrain.loops.target import Target
+from posttrain.loops.target import Target, check_place
 from posttrain.loops.watch import Show, Watched, WatchedEnv, cited, documents_read
 from posttrain.rewards import score
 from posttrain.rewards.answers import outside_thoughts, tagged_answer
@@ -250,6 +250,8 @@ def check_request(
         raise ConfigError([f"--save writes parquet, so its file must end in .parquet, got {save}"])
     if save is not None and save.exists():
         raise ConfigError([f"{save} is there already; choose another file for --save"])
+    if save is not None:
+        check_place(save.parent, "--save")
 
 
 def watched(spec: RolloutSpec, show: Show) -> RolloutSpec:

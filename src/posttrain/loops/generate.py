@@ -32,7 +32,7 @@ from posttrain.loops.build import (
 )
 from posttrain.loops.chat import answer_of
 from posttrain.loops.samplers import close_sampler, ready_sampler
-from posttrain.loops.target import Target
+from posttrain.loops.target import Target, check_place
 from posttrain.rollout import RolloutSpec, episode_of, rollout_group
 from posttrain.runs.rng import seed_everything
 from posttrain.task import Invalid, Task
@@ -205,6 +205,7 @@ def _read(out: Path, model: str) -> set[tuple[str, int]]:
     if out.is_dir() or out.suffix in OTHER_FILES:
         seen = "a folder" if out.is_dir() else f"named {out.suffix}"
         raise ConfigError([f"--out is a file of JSON lines, such as answers.jsonl, and {out} is {seen}"])
+    check_place(out.parent)
     if not out.exists():
         return set()
     whole, newline, torn = out.read_bytes().rpartition(b"\n")

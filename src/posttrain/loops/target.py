@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,13 @@ def find_target(
     if chosen is None or loaded.model.named != model:
         return Target(config=loaded)
     return Target(config=loaded, run=run, step=chosen.step, version=int(chosen.state()["policy_version"]))
+
+
+def check_place(folder: Path, option: str = "--out") -> None:
+    """Raises ConfigError for a folder that cannot be made or filled: before a model has worked for it, not after."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError([f"{folder} cannot be written: {there} is no folder that may be written to; set {option}"])
 
 
 def _model_key(named: str) -> tuple[str, str]:
