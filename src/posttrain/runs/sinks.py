@@ -156,8 +156,13 @@ class Sinks:
     """
 
     def __init__(self, run: RunDirectory, names: tuple[str, ...], first_step: int = 0) -> None:
-        chosen = [resolve(SINKS, name, "sink")(run, first_step) for name in names]
-        self._sinks: list[Sink] = [JsonSink(run), *chosen]
+        self._sinks: list[Sink] = [JsonSink(run)]
+        try:
+            for name in names:
+                self._sinks.append(resolve(SINKS, name, "sink")(run, first_step))
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         for sink in self._sinks:
