@@ -32,7 +32,8 @@ METRICS_HEAD = """# Metrics
 
 Every number that a run logs is declared once, in `posttrain.runs.metrics.METRICS`: what one value belongs to, and how
 the values of a step become one number. A key that is not declared cannot be recorded. Reproducible metrics go to
-`metrics.jsonl`, `time/*`, `speed/*` and `memory/*` to `timing.jsonl`. `<name>` stands for any one word.
+`metrics.jsonl`; `time/*`, `speed/*`, `memory/*`, `sampler/*` and what else hangs on the machine to `timing.jsonl`.
+`<name>` stands for any one word.
 
 Look first at `gap/max` (sampler against trainer; above 1e-3 in float32 something is wrong), `rollout/invalid`, and
 `group/no_signal` (at 1 nothing is learnt). A metric that is not there was not measured; it is not 0.

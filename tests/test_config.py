@@ -95,6 +95,18 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("env=search", 'env is a section of keys (got "search"); did you mean env.name=search?'),
+        ("limits=300", "limits is a section of keys (got 300); it has call_seconds, cut_marker, episode_seconds"),
+        ("run.sinks=console", 'run.sinks: Input should be a list, as in [a, b] (got "console")'),
+    ],
+)
+def test_a_value_in_the_place_of_a_section_or_a_list(load, override: str, message: str):
+    assert message in refused(load, override)
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["batch.samples_per_prompt=1"], "batch.samples_per_prompt: grpo compares the episodes of one prompt"),

@@ -631,3 +631,42 @@ def test_a_thought_opened_by_the_template_behind_a_message_counts_as_one() -> No
     (trajectory,) = roll(rollout)
     assert shelf.queries == []
     assert episode_of(trajectory, rollout.renderer).final_text == script[1] + script[2]
+
+
+class Scribbler(Told):
+    """An env that takes its task for its own, as many of the field do."""
+
+    async def reset(self, task: Task) -> Observation:
+        task.prompt[-1]["content"] += f" (hint {len(task.extra['notes'])})"
+        task.extra["notes"].append("seen")
+        task.extra["answers"] = task.extra.pop("gold")
+        return Observation()
+
+
+def test_an_env_that_changes_its_task_changes_it_for_its_own_episode_alone() -> None:
+    asked = Task(id="t1", prompt=({"role": "user", "content": "Where?"},), extra={"notes": [], "gold": {"x": 1}})
+    rollout = spec(["Paris"], lambda task: Scribbler(Step(done=True)))
+    for epoch in range(2):
+        group = {"group_id": f"{epoch}", "group_size": 3, "run_seed": 0, "step": epoch}
+        for trajectory in asyncio.run(rollout_group(asked, rollout, **group)):
+            assert pieces(trajectory, rollout.renderer)[0] == (Source.PROMPT, "Where? (hint 0)")
+        (alone,) = asyncio.run(rollout_episode(asked, rollout, group_id="a", sample=0, run_seed=0, step=epoch))
+        assert pieces(alone, rollout.renderer)[0] == (Source.PROMPT, "Where? (hint 0)")
+    assert asked.prompt == ({"role": "user", "content": "Where?"},)
+    assert asked.extra == {"notes": [], "gold": {"x": 1}}
+
+
+def test_episodes_whose_envs_write_different_prompts_get_each_its_own() -> None:
+    class Numbered(Told):
+        made = 0
+
+        async def reset(self, task: Task) -> Observation:
+            Numbered.made += 1
+            task.prompt[0]["content"] += str(Numbered.made)
+            return Observation()
+
+    rollout = spec(["x"], lambda task: Numbered(Step(done=True)))
+    group = {"group_id": "g", "group_size": 3, "run_seed": 0, "step": 0}
+    trajectories = asyncio.run(rollout_group(task(), rollout, **group))
+    shown = [pieces(trajectory, rollout.renderer)[0][1] for trajectory in trajectories]
+    assert shown == [f"Where is the tower?{number}" for number in (1, 2, 3)]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.task import Abstain, EpisodeInvalid, Invalid, Score, Task, as_outcome
+from posttrain.task import Abstain, EpisodeInvalid, Invalid, Score, Task, as_outcome, detached
 from posttrain.trajectory import CallStatus, ToolCall
 
 
@@ -125,3 +125,23 @@ def test_a_call_says_what_is_wrong_with_it() -> None:
     for wrong in ({"status": "fine"}, {"name": None}, {"arguments": None}, {"seconds": None}, {"detail": None}):
         with pytest.raises((TypeError, ValueError), match=f"ToolCall.{next(iter(wrong))}"):
             ToolCall(**{"name": "s", "arguments": {}, "status": CallStatus.OK} | wrong)
+
+
+def test_own_copies_share_no_container_with_the_task_and_everything_else() -> None:
+    client = object()
+    row = {"notes": [["a"], {"b": [1]}], "seen": {1}, "pair": ([2], "x"), "client": client}
+    asked = Task(id="t", prompt=({"role": "user", "content": [{"type": "text", "text": "?"}]},), extra=row)
+    own = asked.own()
+    assert own == asked
+    own.prompt[0]["content"][0]["text"] = "changed"
+    own.extra["notes"][1]["b"].append(2)  # type: ignore[index]
+    own.extra["seen"].add(2)
+    own.extra["pair"][0].append(3)
+    assert asked.prompt[0]["content"] == [{"type": "text", "text": "?"}]
+    assert asked.extra == {"notes": [["a"], {"b": [1]}], "seen": {1}, "pair": ([2], "x"), "client": client}
+    assert own.extra["client"] is client
+
+
+def test_long_texts_are_not_copied() -> None:
+    text = "long " * 6000
+    assert detached([{"content": text}])[0]["content"] is text

@@ -74,7 +74,7 @@ class Played(Protocol):
 class Ticket:
     """Which episode is to be played: everything that its randomness depends on."""
 
-    task: Task
+    task: Task  # the episode's own: an env or an agent that changes it changes no other episode
     group_id: str
     sample: int
     run_seed: int
@@ -139,7 +139,7 @@ async def rollout_group(
     spec = spec.of(task)
     shared = _Shared(task, spec)
     ids = {"group_id": group_id, "run_seed": run_seed, "step": step}
-    tickets = [Ticket(task=task, sample=i, **ids) for i in range(first_sample, first_sample + group_size)]
+    tickets = [Ticket(task=task.own(), sample=i, **ids) for i in range(first_sample, first_sample + group_size)]
     runs = [_run_of(ticket, spec, shared) for ticket in tickets]
     jobs = [asyncio.create_task(run.play()) for run in runs]
     try:
@@ -159,7 +159,7 @@ async def rollout_episode(
 ) -> list[Trajectory]:
     """Rolls out one episode; see `rollout_group`. More than one trajectory only if the env rewrote its history."""
     spec = spec.of(task)
-    ticket = Ticket(task=task, group_id=group_id, sample=sample, run_seed=run_seed, step=step)
+    ticket = Ticket(task=task.own(), group_id=group_id, sample=sample, run_seed=run_seed, step=step)
     run = _run_of(ticket, spec, _Shared(task, spec))
     await run.play()
     return run.finished()
@@ -196,12 +196,15 @@ class _Shared:
             spec.renderer, max_tokens=limits.max_observation_tokens, cut_marker=limits.cut_marker
         )
 
-    def prompt(self, observation: Observation, tools: Any) -> list[int]:
-        """The ids of the prompt: the task's messages (or the env's `history`), then those that the env shows first."""
-        key = repr((observation.history, observation.messages, tools))
+    def prompt(self, task: Task, observation: Observation, tools: Any) -> list[int]:
+        """The ids of the prompt: the task's messages (or the env's `history`), then those that the env shows first.
+
+        task: the episode's own. What its env wrote into the messages during `reset` is shown, to this episode.
+        """
+        first = observation.history or task.prompt
+        key = repr((() if first == self._task.prompt else first, observation.messages, tools))
         if key not in self._prompts:
-            messages = [*(observation.history or self._task.prompt), *observation.messages]
-            self._prompts[key] = self._codec.prompt(messages, tools)
+            self._prompts[key] = self._codec.prompt([*first, *observation.messages], tools)
         return self._prompts[key]
 
 
@@ -283,7 +286,7 @@ class _EpisodeRun:
 
     def _begin(self, env: Env, observation: Observation) -> None:
         """Writes the prompt, then the text that the env shows first."""
-        ids = self._shared.prompt(observation, getattr(env, "tools", None) or None)
+        ids = self._shared.prompt(self.task, observation, getattr(env, "tools", None) or None)
         self._now.add_context(ids, Source.PROMPT)
         if len(ids) > self.limits.max_prompt_tokens:
             limit = f"max_prompt_tokens={self.limits.max_prompt_tokens}"

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 Message = dict[str, Any]  # {"role": ..., "content": ..., optionally "tool_calls", "name"}
@@ -24,6 +24,8 @@ class Task:
     `id` is unique over all data of a run: groups are formed by it, never by position.
     `ground_truth` holds the accepted answers; empty means that the task has none (an env may score it itself).
     `extra` carries every further column of the row to env, reward and log.
+
+    Code of users gets a copy (`own`): the row is there for the whole run, for every episode and epoch.
     """
 
     id: str
@@ -33,6 +35,10 @@ class Task:
     env: str | None = None
     reward: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def own(self) -> Task:
+        """A copy for one episode or one judgement: what is written into its messages or columns stays there."""
+        return replace(self, prompt=detached(self.prompt), extra=detached(dict(self.extra)))
 
     def validate(
         self, judge: Judge, *, answers: Sequence[str] | None = None, wrong: Sequence[str] = ("",), full: float = 1.0
@@ -160,6 +166,21 @@ def as_outcome(value: object) -> Outcome:
     if abs(number) > MOST_REWARD:
         return Invalid("non_finite_reward", f"the reward function returned {number}; {MOST_REWARD:g} is the most")
     return Score(number)
+
+
+def detached(value: Any) -> Any:
+    """A copy of the dicts, lists, sets and tuples in `value`, at every depth; what they hold is the same.
+
+    Not copy.deepcopy: it is several times slower, and fails for what cannot be copied, such as an open client.
+    """
+    kind = cast("type[object]", type(value))
+    if kind is dict:
+        return {key: detached(inner) for key, inner in value.items()}
+    if kind is list:
+        return [detached(inner) for inner in value]
+    if kind is tuple:
+        return tuple(detached(inner) for inner in value)
+    return set(value) if kind is set else value
 
 
 def storable(text: str) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
 
-from posttrain.task import Abstain, Outcome
+from posttrain.task import Abstain, Outcome, detached
 
 MOST_LOGPROB = 1e-4  # what rounding may make of 0
 
@@ -230,6 +230,12 @@ class Episode:
     env_reward: float | None = None  # sum of what the env gave; None = it gave none
     turn_rewards: tuple[float, ...] = ()  # what the env gave to each of `policy_texts`
     answer: str | None = None  # what an external agent returned as its answer
+
+    def own(self) -> Episode:
+        """A copy for one judgement: what is written into the arguments of its calls stays there."""
+        if not self.calls:
+            return self
+        return replace(self, calls=tuple(replace(call, arguments=detached(call.arguments)) for call in self.calls))
 
     @property
     def policy_texts(self) -> tuple[str, ...]:

@@ -56,6 +56,9 @@ def test_they_sample_what_the_policy_would_and_lost_requests_are_asked_again_onc
             assert first.probe_gap < 1e-4
             assert first.bytes == run.publisher.manifest.bytes > 1e6
             same(await asked(run.sampler), await asked(alone))
+            counted = run.sampler.counters()
+            assert 8 <= counted["requests"] <= 8 + 2  # with the probe of each
+            assert counted["tokens_prefilled"] >= 8 * 9
             shifted(run.policy, 1.01, version=3)
             await run.publisher.publish()
             found = await asked(run.sampler)
@@ -74,6 +77,7 @@ def test_they_sample_what_the_policy_would_and_lost_requests_are_asked_again_onc
 
         asyncio.run(work())
         assert sorted(run.replaced) == [0, 1]
+        assert run.sampler.counters()["requests"] >= 4 * 8  # also what those did that are lost
         assert run.publisher.counts()["cluster/sampler_restarts"] == 2
         assert 2 <= run.publisher.counts()["cluster/asked_again"] <= 16
     assert "sampler 0 is lost (its line broke)" in caplog.text

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import asdict
 
 import pytest
 
+from posttrain.cluster.answering import Answering
 from posttrain.cluster.crew import Crew
 from posttrain.cluster.line import Exchange, Line, RankLost
 from posttrain.cluster.sampler import SpreadSampler, params_of, plain
@@ -27,13 +27,9 @@ def answer(line: Line, sampler: NativeSampler) -> None:
     """Rank 1, on a thread."""
 
     async def work() -> None:
+        answering = Answering(sampler, line)
         while (order := await asyncio.to_thread(line.receive)) is not None:
-            try:
-                params = params_of(order["params"])
-                done = await sampler.sample(order["ids"], params, seed=order["seed"], session=order["session"])
-                line.send({"id": order["id"], "sampled": asdict(done)})
-            except ValueError as error:
-                line.send({"id": order["id"], "error": str(error), "kind": "ValueError"})
+            answering.hear(order)
 
     threading.Thread(target=lambda: asyncio.run(work()), daemon=True).start()  # ends with the line
 
@@ -63,6 +59,10 @@ def test_who_samples_changes_nothing(policy: Policy, pair: tuple[Line, Line]):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     homes = [spread._homes.prompts[tuple(p)] for p in prompts]
     assert homes == [0, 0, 1, 1, 0, 0, 1, 1]  # a group stays together, ranks take turns
+    counted = spread.counters()
+    assert counted["requests"] == 8
+    assert counted["tokens_generated"] == sum(len(one.ids) for one in found)
+    assert counted["tokens_prefilled"] + counted["tokens_reused"] == 8 * 9  # which of them depends on what comes first
 
 
 def test_errors_of_a_rank_are_raised_where_it_was_asked(policy: Policy, pair: tuple[Line, Line]):

@@ -16,6 +16,11 @@ def test_every_row_of_the_table_is_an_env(name: str) -> None:
         assert asyncio.iscoroutinefunction(getattr(ENVS[name], method))
 
 
+def test_one_stop_string_in_place_of_several_is_not_taken_apart() -> None:
+    with pytest.raises(TypeError, match="each character would stop; write a list of it"):
+        SingleTurnEnv(stop_strings="</answer>")  # type: ignore[arg-type]
+
+
 def test_single_turn_ends_after_one_action() -> None:
     async def run() -> None:
         env = SingleTurnEnv(stop_strings=["</answer>"])

@@ -15,7 +15,7 @@ from posttrain.envs import ENVS, ReActEnv, ToolEnv
 from posttrain.envs.protocol import Action, Step, check_env
 from posttrain.rollout import Limits, episode_of
 from posttrain.task import EpisodeInvalid, Invalid, Task
-from posttrain.tools import ToolError, ToolResult, function_tool
+from posttrain.tools import ToolError, ToolResult, ToolSpec, function_tool
 from posttrain.trajectory import CallStatus, Source, StopReason
 
 TASK = Task(id="t", prompt=({"role": "user", "content": "How old is Ada?"},), ground_truth=("36",))
@@ -257,3 +257,21 @@ def test_a_tool_that_hangs_past_the_call_deadline_makes_one_episode_invalid():
     (trajectory,) = roll(rollout, the_task=TASK)
     assert isinstance(trajectory.outcome, Invalid)
     assert trajectory.outcome.reason == "timeout"
+
+
+class Pops:
+    """A tool of a user's own that takes its arguments apart."""
+
+    spec = ToolSpec(name="pops", description="Pops.", parameters={"type": "object", "properties": {"spec": {}}})
+
+    async def call(self, arguments: Any) -> ToolResult:
+        return ToolResult(text=arguments["spec"].pop("what"))
+
+    async def close(self) -> None:
+        return None
+
+
+def test_a_tool_that_changes_its_arguments_does_not_change_the_record_of_the_call() -> None:
+    env = ToolEnv(tools={"pops": Pops()}, max_turns=3)
+    (step,) = play(env, hermes("pops", spec={"what": "this"}))
+    assert [(call.status, call.arguments) for call in step.calls] == [(CallStatus.OK, {"spec": {"what": "this"}})]

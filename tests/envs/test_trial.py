@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cases.parts import Shelf
-from posttrain.envs import Action, Observation, SearchEnv, Step
+from posttrain.envs import Action, Observation, SearchEnv, SingleTurnEnv, Step
 from posttrain.envs.trial import played, trial
 from posttrain.task import EpisodeInvalid, GoldRefused, Score, Task
 from posttrain.trajectory import Episode, Source, StopReason
@@ -109,3 +109,15 @@ def test_a_form_may_depend_on_the_task():
     shelf = Shelf("x")
     TASK.validate(trial("em", lambda: SearchEnv(retriever=shelf, max_turns=2), form=form))
     assert set(shelf.queries) == {"q"}
+
+
+def test_an_env_that_changes_its_task_is_tried_with_a_new_one_each_time():
+    class Appends(SingleTurnEnv):
+        async def reset(self, task):
+            task.prompt[0]["content"] += " Think."
+            return Observation()
+
+    for _ in range(2):
+        episode = asyncio.run(played(Appends(), TASK, ["x"]))
+        assert episode.segments[0].text == "Where is the tower? Think."
+    assert TASK.prompt[0]["content"] == "Where is the tower?"

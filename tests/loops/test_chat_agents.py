@@ -14,7 +14,7 @@ from posttrain.config import ConfigError, EvalRunConfig, parse_config
 from posttrain.data import DataError
 from posttrain.data.problems import FieldError
 from posttrain.envs import SingleTurnEnv
-from posttrain.loops.build import check_playable, load_part, load_renderer, make_stage
+from posttrain.loops.build import check_playable, env_maker, load_part, load_renderer, make_stage
 from posttrain.loops.chat import Chat, answer_of, check_request, find_task, task_of
 from posttrain.loops.person import HELP, Person
 from posttrain.loops.target import find_target
@@ -230,6 +230,9 @@ def test_wishes_that_contradict_each_other_are_refused_before_anything_loads(tmp
         ((None, "t", "e", None), "leave these out"),
         (("q", None, None, tmp_path / "x.json"), r"must end in .parquet"),
         (("q", None, None, there), "there already"),
+        ((None, "t", None, None, "Rome"), "leave these out"),
+        ((" ", None, None, None), "the question is empty"),
+        (("q", None, None, None, ""), "--answer is empty"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_request(*wishes)
@@ -314,3 +317,18 @@ def test_a_check_of_rows_that_breaks_names_the_row_and_one_that_returns_is_told_
         check_playable(Task(id="a", prompt=()), "picky", lambda name: Picky())
     with pytest.raises(ConfigError, match="check_task of the env picky returned False; let it raise ValueError"):
         check_playable(named, "picky", lambda name: Picky())
+
+
+def test_an_env_that_uses_its_options_up_leaves_the_next_one_whole_options(tmp_path: Path):
+    (tmp_path / "own.py").write_text(
+        "from posttrain.envs import SingleTurnEnv\n\n"
+        "class Spends(SingleTurnEnv):\n"
+        "    def __init__(self, *, lines):\n"
+        "        super().__init__()\n"
+        "        self.said = lines.pop(0)\n"
+    )
+    env = {"name": f"{tmp_path}/own.py:Spends", "options": {"lines": ["first", "second"]}}
+    config = parse_config(EvalRunConfig, {"model": {"path": "tiny_search_base"}, "data": {}, "env": env})
+    make = env_maker(config.env.name, config, None)
+    assert [make().said for _ in range(3)] == ["first"] * 3
+    assert config.env.options == {"lines": ["first", "second"]}

@@ -216,8 +216,9 @@ def test_a_form_of_ones_own(tmp_path):
     config = toy(tmp_path, code=code, reward_name="shouted")
     assert not check(config).passed
     assert check(config, frame="{answer}!").passed
-    with pytest.raises(ConfigError, match="must hold"):
-        check(config, frame="x")
+    for form in ("x", "{answr}", "{answer} {", "{answer} {}", r"\boxed{{answer}}"):
+        with pytest.raises(ConfigError, match=r"must hold \{answer\}.*other braces are doubled"):
+            check(config, frame=form)
 
 
 def test_the_command_prints_a_table_or_json_and_fails_by_its_exit_code(tmp_path, monkeypatch, capfd):

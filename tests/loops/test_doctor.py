@@ -85,6 +85,16 @@ def test_disk_of_a_folder_that_is_not_there_yet(
     assert check("disk", tmp_path / "a" / "b").status == status
 
 
+def test_a_run_directory_below_a_file_is_none(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text("")
+    for place in (tmp_path / "rows.jsonl", tmp_path / "rows.jsonl" / "run"):
+        found = check("disk", place)
+        assert (found.status, found.seen) == (
+            "fail",
+            f"{tmp_path}/rows.jsonl is a file; runs are written into a folder",
+        )
+
+
 def test_what_is_wrong_with_a_package():
     assert doctor._missing(Requirement("torch>=2")) is None
     assert "is needed" in str(doctor._missing(Requirement("torch>=99")))

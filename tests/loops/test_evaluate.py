@@ -367,6 +367,12 @@ def test_targets_that_are_none_say_so(named, options, message):
         find_target(named, **options)
 
 
+def test_a_file_of_data_in_the_place_of_a_model_is_told(tmp_path):
+    (tmp_path / "asked.jsonl").write_text('{"question": "Where?"}\n')
+    with pytest.raises(ConfigError, match=r"asked.jsonl is a file of data; first comes a run directory"):
+        find_target(str(tmp_path / "asked.jsonl"))
+
+
 def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(run_dir, tmp_path):
     with pytest.raises(ConfigError, match=r"has no checkpoint '7'; there are: 1, 2"):
         find_target(str(run_dir), checkpoint="7")

@@ -10,6 +10,8 @@ import pytest
 
 from loops.toy import toy_config, write_rows
 from posttrain.config import ConfigError, EvalRunConfig, parse_config
+from posttrain.loops.chat import check_request
+from posttrain.loops.export import export_target
 from posttrain.loops.generate import generate, source_of
 from posttrain.loops.target import Target
 
@@ -71,14 +73,52 @@ def test_a_stopped_generation_goes_on_and_gives_the_same_file(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("content", "shown"),
-    [('{"id": "a", "sample": 0, "model": "other"}\n', "holds answers of other"), ("hello\n", ":1 is no answer")],
+    [
+        ('{"id": "a", "sample": 0, "model": "other"}\n', "holds answers of other"),
+        ("hello\n", ":1 is no answer"),
+        ("a file of mine, whose last line has no end", ":1 is no answer"),
+        ('{"id": "1", "question": "Where?"}', ":1 is no answer"),
+        ('{"id": "a", "sample": 0, "model": "tiny_search_base"}\nnotes', ":2 is no answer"),
+        ("\x00\xff", ":1 is no answer"),
+    ],
 )
 def test_files_of_others_are_left_alone(tmp_path: Path, content: str, shown: str) -> None:
     out = tmp_path / "out.jsonl"
-    out.write_text(content)
+    out.write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=shown):
         generate(target(tmp_path), prompts(tmp_path, 1), out)
-    assert out.read_text() == content
+    assert out.read_bytes() == content.encode("latin-1")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("folder", "is a folder"), ("answers.parquet", "is named .parquet")])
+def test_what_cannot_hold_lines_is_refused_at_once(tmp_path: Path, name: str, shown: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=f"--out is a file of JSON lines.*{shown}"):
+        generate(target(tmp_path), prompts(tmp_path, 1), tmp_path / name)
+
+
+def test_a_place_below_a_file_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    asked = target(tmp_path, model={"path": "no_such_model"})
+    out = Path(prompts(tmp_path, 1)) / "answers.jsonl"
+    with pytest.raises(ConfigError, match=r"cannot be written: .*asked.jsonl is no folder that may be written to"):
+        generate(asked, prompts(tmp_path, 1), out)
+    with pytest.raises(ConfigError, match=r"no folder that may be written to; set OUT"):
+        export_target(asked, out)
+    with pytest.raises(ConfigError, match=r"no folder that may be written to; set --save"):
+        check_request("q", None, None, out.with_suffix(".parquet"))
+
+
+def test_answers_of_any_characters_are_read_again_also_when_cut_within_one(tmp_path: Path) -> None:
+    """U+2028 ends a line for Python's splitlines, not in JSON."""
+    asked = [{"question": f"Où est\u2028person {i}?\x85", "note": "é"} for i in range(3)]
+    file, out = str(write_rows(tmp_path / "asked.jsonl", asked)), tmp_path / "out.jsonl"
+    assert generate(target(tmp_path), file, out).written == 3
+    whole = out.read_bytes()
+    second = whole.index(b"\n") + 1
+    out.write_bytes(whole[: whole.index("ù".encode(), second) + 1])
+    done = generate(target(tmp_path), file, out)
+    assert (done.written, done.kept) == (2, 1)
+    assert out.read_bytes() == whole
 
 
 def test_the_file_is_read_like_the_evaluation_data(tmp_path: Path) -> None:

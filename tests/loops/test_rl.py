@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from posttrain.runs.directory import RunError
 from posttrain.runs.metrics import Metrics
 from posttrain.runs.trajectories import read_trajectories
 from posttrain.task import Invalid, Score
+from posttrain.trainer.loading import ModelError, model_path
 from posttrain.trajectory import Source, Trajectory
 
 COUNTED = """
@@ -480,6 +482,35 @@ def test_a_run_that_cannot_begin_ends_what_its_rewards_have_started(tmp_path: Pa
     with pytest.raises(RunError, match=r"thesis\.txt") as caught:
         rl.start(config)
     assert started_processes() <= before, f"while {caught.value!r} and its frames are held"
+
+
+SINKS_OF_MINE = """
+from pathlib import Path
+
+class Mine:
+    def __init__(self, run, first_step):
+        (Path(__file__).parent / "said").write_text("opened")
+
+    def close(self):
+        (Path(__file__).parent / "said").write_text("closed")
+
+def without_login(run, first_step):
+    raise PermissionError("log in first")
+"""
+
+
+def test_sinks_open_before_the_model_loads_and_close_when_the_run_cannot_begin(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(SINKS_OF_MINE)
+    shutil.copytree(model_path("tiny_search_base"), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"cut off")
+    mine, model = f"{tmp_path}/mine.py", {"path": str(tmp_path / "model")}
+    run: dict[str, Any] = {"sinks": [f"{mine}:Mine", f"{mine}:without_login"]}
+    with pytest.raises(PermissionError, match="log in first"):
+        rl.start(toy_config(tmp_path, run=run, model=model))
+    assert (tmp_path / "said").read_text() == "closed"
+    with pytest.raises(ModelError, match="cannot be read"):
+        rl.start(toy_config(tmp_path, run={"sinks": [f"{mine}:Mine"]}, model=model))
+    assert (tmp_path / "said").read_text() == "closed"
 
 
 def test_a_finished_run_comes_back_finished(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from posttrain.loops.learner import Learner
 from posttrain.loops.samplers import Sampling, ready_sampler
 from posttrain.loops.serve import open_desk, served_target
 from posttrain.loops.target import find_target
+from posttrain.runs.metrics import Metrics
+from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.requests import SamplerError
 from posttrain.trainer.policy import Policy
 from posttrain.weights.publish import Publisher, WeightError
@@ -87,6 +90,11 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         (["sampler.engine=vllm", "sampler.sleep=1", "sampling.max_staleness=1"], "samples while the trainer works"),
         (["sampler.engine=vllm", "trainer.ranks=2"], "vllm samples for a run on one rank"),
         (["sampler.options.max_bath=3"], r"no option of the engine native; did you mean max_batch\?"),
+        (["sampler.options.kv_gib=-1"], r"sampler.options.kv_gib: Input should be greater than 0 \(got -1\)"),
+        (["sampler.options.kv_gib='2 GB'"], r"sampler.options.kv_gib: Input should be a valid number \(got '2 GB'\)"),
+        (["sampler.options.max_batch=0"], r"sampler.options.max_batch: .* greater than 0"),
+        (["sampler.options.max_batch=null"], r"sampler.options.max_batch: .* valid integer"),
+        ([*SERVED, "sampler.options.concurrency=many"], r"sampler.options.concurrency: .* valid integer"),
         (["sampler.transport=disk"], "go with sampler.engine: vllm or vllm_server, or with cluster.samplers"),
         (["cluster.samplers=1", "sampler.transport=memory"], "processes of their own; use shared, broadcast"),
         (
@@ -126,6 +134,9 @@ def test_the_options_of_the_native_engine_reach_it() -> None:
     config = load_config(RLConfig, RECIPE, ["sampler.options.max_batch=6", "sampling.engines=2"])
     sampler: Any = ready_sampler(config, None, lambda: Policy.from_config(config.model))
     assert [engine.limits.max_batch for engine in sampler.engines] == [3, 3]
+    config = load_config(RLConfig, RECIPE, ["sampler.options.tokens_per_step=20"])
+    with pytest.raises(ConfigError, match=r"sampler.options: need 1 <= max_batch \(256\) <= tokens_per_step \(20\)"):
+        ready_sampler(config, None, lambda: Policy.from_config(config.model))
 
 
 def test_a_missing_key_of_a_server_is_named() -> None:
@@ -157,3 +168,48 @@ def test_an_evaluation_by_a_server_is_the_evaluation_in_this_process(tmp_path: P
 def test_without_vllm_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(SamplerError, match="install it"):
         rl.start(toy_config(tmp_path, sampler={"engine": "vllm"}))
+
+
+TWO_TURNS = """
+from posttrain.envs import Observation, SingleTurnEnv, Step
+
+class TwoTurns(SingleTurnEnv):
+    max_turns, said = 2, 0
+
+    async def step(self, action):
+        self.said += 1
+        return Step(observation=Observation(text=" more "), done=self.said == 2)
+"""
+
+
+@pytest.mark.parametrize("sampling", [{}, {"max_staleness": 1}])
+@pytest.mark.parametrize("rows_of_128", [2, 64])
+def test_a_step_says_what_the_kv_cache_did_for_it(tmp_path: Path, rows_of_128: int, sampling: dict[str, int]) -> None:
+    """8 episodes that wait for a second turn do not fit into 2 rows, and fit into 64."""
+    (tmp_path / "env.py").write_text(TWO_TURNS)
+    policy = Policy.from_config(toy_config(tmp_path).model)
+    kv_bytes = rows_of_128 * 128 * NativeSampler(policy).engines[0].cache.bytes_per_token
+    options = {"kv_gib": kv_bytes / 2**30}
+    env = {"name": f"{tmp_path}/env.py:TwoTurns"}
+    engines = {"engines": 1} | sampling
+    run = trained(toy_config(tmp_path, env=env, sampler={"options": options}, sampling=engines))
+    timing = [json.loads(line) for line in (run.directory.path / "timing.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in timing] == [1, 2]
+    for row in timing if not sampling else timing[:1]:  # step 2 may have been rolled out ahead, whole
+        assert 0 < row["sampler/cache_hit_rate"] < 1
+        assert 1 <= row["sampler/batch_size"] <= 16
+    assert (sum(row["sampler/evictions"] for row in timing) > 0) == (rows_of_128 == 2)
+    done = run.sampling.sampler.counters()
+    for name in ("tokens_prefilled", "tokens_reused", "evictions"):
+        assert sum(row[f"sampler/{name}"] for row in timing) == done[name]
+
+
+def test_what_a_sampler_does_not_count_is_in_no_row() -> None:
+    class Frugal:
+        def counters(self) -> dict[str, int]:
+            return {"tokens_prefilled": 30, "tokens_reused": 10}
+
+    metrics = Metrics()
+    Sampling(sampler=Frugal()).record(metrics)
+    expected = {"sampler/cache_hit_rate": 0.25, "sampler/tokens_prefilled": 30.0, "sampler/tokens_reused": 10.0}
+    assert metrics.reduce() == expected

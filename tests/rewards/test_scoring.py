@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from posttrain.rewards import RewardError, score, score_group
 from posttrain.rewards.config import RewardConfig, load_reward
 from posttrain.rewards.functions import RewardFunction
 from posttrain.rewards.scoring import CustomReward, Mixture, Part
-from posttrain.task import Abstain, Invalid, Score
+from posttrain.task import Abstain, Invalid, Score, Task
+from posttrain.trajectory import CallStatus, Episode, ToolCall
 
 from .episodes import episode, task
 
@@ -339,3 +341,42 @@ def test_an_invalid_part_may_be_left_out_and_is_counted():
     assert (none.value, none.components["b/invalid"]) == (1.0, 0.0)
     config = RewardConfig.model_validate({"parts": {"a": {"name": "em"}}, "invalid_parts": "leave_out"})
     assert load_reward(config).leave_out_invalid
+
+
+def _rewrites(ep: Episode, task: Task) -> float:
+    """As rewards of the field do with the row that they are given."""
+    seen = len(task.extra["info"].setdefault("scores", []))
+    task.extra["info"]["scores"].append(1)
+    task.prompt[0].pop("content")
+    seen += "query" not in ep.calls[0].arguments
+    ep.calls[0].arguments.clear()
+    return float(seen)
+
+
+async def _rewrites_async(ep: Episode, task: Task) -> float:
+    return _rewrites(ep, task)
+
+
+def _rewrites_batch(episodes: list[Episode], task: Task) -> list[float]:
+    first = _rewrites(episodes[0], task)
+    return [first, *(0.0 for _ in episodes[1:])]
+
+
+@pytest.mark.parametrize("function", [_rewrites, _rewrites_async, _rewrites_batch])
+def test_a_reward_that_changes_what_it_is_given_changes_nothing_for_others(function):
+    call = ToolCall(name="search", arguments={"query": {"text": "x"}}, status=CallStatus.OK)
+    judged = [replace(each, calls=(call,)) for each in EIGHT]
+    asked = replace(task("3"), extra={"info": {"id": 1}})
+    reward = CustomReward(RewardFunction(function), name="mine", seconds=60.0)
+    for _ in range(2):
+        assert asyncio.run(score_group(reward, judged, asked)) == [Score(0.0)] * 8
+    assert asked == replace(task("3"), extra={"info": {"id": 1}})
+    assert call.arguments == {"query": {"text": "x"}}
+
+
+def test_a_reward_that_changes_its_options_finds_them_as_they_were_in_the_next_call():
+    def spends(ep, task, *, words):
+        return float(len(words.pop() + "".join(words)))
+
+    function = RewardFunction(spends, {"words": ["a", "b"]})
+    assert [function.judge([each], task("3")) for each in EIGHT[:3]] == [[Score(2.0)]] * 3

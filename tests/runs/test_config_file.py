@@ -94,7 +94,7 @@ def test_every_problem_is_reported_at_once(load):
     assert "run.yaml:2: train.steps: Input should be a valid integer" in message
     assert '(got "many")' in message
     assert "run.yaml:3: train.mode: Input should be 'fast' or 'slow'" in message
-    assert "run.yaml:4: parts: Input should be a valid tuple" in message
+    assert "run.yaml:4: parts: Input should be a list, as in [a, b]" in message
     assert "override 'train.lr=high': train.lr: Input should be a valid number" in message
     assert len(message.splitlines()) == 4
 

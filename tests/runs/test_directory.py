@@ -52,6 +52,9 @@ def test_resume_of_nothing_lists_the_runs_there_are(tmp_path: Path):
     (tmp_path / "bad").mkdir()
     with pytest.raises(RunError, match="is no run directory"):
         RunDirectory.resume(tmp_path / "bad")
+    (tmp_path / "good" / "checkpoints" / "step-2").mkdir()
+    with pytest.raises(RunError, match=r"give the folder that the run was started with: .*/good$"):
+        RunDirectory.resume(tmp_path / "good" / "checkpoints" / "step-2")
 
 
 def test_two_processes_cannot_write_one_run(tmp_path: Path):

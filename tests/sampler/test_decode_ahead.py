@@ -146,6 +146,7 @@ def test_ahead_draws_what_step_by_step_draws(family: str) -> None:
     assert max(steps.sizes) == 32
     assert min(steps.sizes) == 2
     assert set(steps.sizes) <= {2, 4, 8, 16, 32}
+    assert 2 < sampler.stats().mean_batch <= 21
 
 
 def test_temperatures_and_greedy_rows() -> None:

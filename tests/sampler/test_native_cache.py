@@ -166,7 +166,7 @@ def test_p69_new_weights_in_the_middle_of_a_turn_stamp_each_token_with_its_own_v
         )
         assert gap(old, [Played(ids[: length + change], [(length, before)])]) < 1e-5
         assert gap(model, [Played(ids, [(length + change, after)])]) < 1e-5
-    assert sampler.stats().preemptions == 4
+    assert sampler.stats().restarts == 4
 
 
 def test_weights_changed_without_a_version_need_a_reset() -> None:

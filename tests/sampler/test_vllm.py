@@ -80,6 +80,8 @@ def test_prompts_of_a_group_and_the_past_of_a_session_are_computed_once(engine: 
     together(*(play(engine, prompt(100), params, seed=i, observations=[prompt(30)]) for i in range(4)))
     assert engine.stats.tokens_reused - before[0] >= 3 * 96 + 4 * 96  # blocks of 32
     assert engine.stats.tokens_prefilled - before[1] <= 100 + 3 * 4 + 4 * 40
+    assert engine.counters()["tokens_reused"] == engine.stats.tokens_reused
+    assert "evictions" not in engine.counters(), "nobody counts them, which is not 0"
 
 
 @pytest.mark.parametrize("transport", ["memory", "disk", "broadcast"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from posttrain.trainer.loading import ModelConfig, ModelError, check_directory, pick_device, pick_dtype
+from posttrain.trainer.loading import ModelConfig, ModelError, check_directory, load_config, pick_device, pick_dtype
 from posttrain.trainer.policy import Policy
 
 from .batches import ragged_batch
@@ -102,6 +103,14 @@ def test_no_config_and_a_broken_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
         check_directory(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"model_type": "of_next_year"}'])
+def test_a_model_that_transformers_does_not_know_is_named_with_its_version(tmp_path: Path, content: str) -> None:
+    tiny_policy("llama").save(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=rf"transformers {version('transformers')} does not know the model at .*/m: "):
+        load_config(tmp_path / "m")
 
 
 def test_pickled_weights_are_refused_unread(tmp_path: Path) -> None:

@@ -156,8 +156,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Answer the evaluation tasks with a model: reward, pass@k, mean@k, maj@k, by source, with intervals."""
-    from posttrain.loops.eval_run import check_place, default_folder, evaluate_target, report
-    from posttrain.loops.target import find_target
+    from posttrain.loops.eval_run import default_folder, evaluate_target, report
+    from posttrain.loops.target import check_place, find_target
 
     settings = {"eval.samples_per_prompt": samples, "eval.temperature": temperature}
     given = [f"{key}={value}" for key, value in settings.items() if value is not None]
@@ -311,7 +311,7 @@ def chat(
     from posttrain.loops.chat import Chat, check_request
     from posttrain.loops.target import find_target
 
-    check_request(question, task, env, save)
+    check_request(question, task, env, save, answer)
     given = [] if temperature is None else [f"eval.temperature={temperature}"]
     target = find_target(model, [*(settings or ()), *given], config=config, checkpoint=checkpoint)
     show = None if as_json else partial(print_rich, end="")

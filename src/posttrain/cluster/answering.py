@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.cluster.line import Line, RankLost
 from posttrain.cluster.sampler import params_of
 from posttrain.sampler.own_copy import NO_WEIGHTS
-from posttrain.sampler.protocol import Sampler
+from posttrain.sampler.protocol import CountingSampler, Sampler
 
 
 class Answering:
@@ -52,7 +52,8 @@ class Answering:
             done = await self.sampler.sample(order["ids"], params_of(order["params"]), **how)
             # a transfer broke amid the turn, if there is such a token: rank 0 takes the request away from here
             if NO_WEIGHTS not in done.versions:
-                self.line.send({"id": number, "sampled": asdict(done)})
+                counted = {"counters": self.sampler.counters()} if isinstance(self.sampler, CountingSampler) else {}
+                self.line.send({"id": number, "sampled": asdict(done), **counted})
         except RankLost:
             return  # the line's own thread hears it, too
         except Exception as error:  # raised again where it was asked

@@ -23,7 +23,7 @@ from posttrain.cluster.pool import Member, Message, Pool, State
 from posttrain.cluster.sampler import answer_in, counted, give, plain
 from posttrain.sampler.own_copy import NO_WEIGHTS
 from posttrain.sampler.protocol import Sampled, SamplingParams
-from posttrain.sampler.requests import SamplerError
+from posttrain.sampler.requests import SamplerError, summed
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +51,9 @@ class PoolSampler:
     _open: dict[int, _Open] = field(default_factory=dict[int, _Open])
     _homes: Homes[Member] = field(default_factory=Homes[Member])
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _counted: dict[Member, dict[str, int]] = field(
+        default_factory=dict[Member, dict[str, int]]
+    )  # by their last answers
 
     def __post_init__(self) -> None:
         self.pool.on_answer = self._take
@@ -150,6 +153,10 @@ class PoolSampler:
         for number in list(self._open):
             self._settle(number, error)
 
+    def counters(self) -> dict[str, int]:
+        """See `CountingSampler`: of all members, also those that are lost, as of their last answers."""
+        return summed(list(self._counted.values()))
+
     def waiting(self) -> dict[str, tuple[int, float]]:
         """Name -> (open requests, when the oldest was made) of every member that has some; '' where nobody has them."""
         return counted((str(asked.member or ""), asked.since) for asked in list(self._open.values()))
@@ -197,6 +204,7 @@ class PoolSampler:
 
     def _take(self, member: Member, said: Message) -> None:
         """An answer, on the thread of the member's line."""
+        self._counted[member] = said.get("counters") or self._counted.get(member, {})
         asked = self._open.get(said["id"])
         if asked is None or asked.member is not member:
             return

@@ -17,7 +17,7 @@ from posttrain.cluster.homes import Homes
 from posttrain.cluster.line import Line, RankLost
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampled, SamplingParams
-from posttrain.sampler.requests import SamplerError
+from posttrain.sampler.requests import SamplerError, summed
 from posttrain.trajectory import StopReason
 
 
@@ -42,6 +42,7 @@ class SpreadSampler:
     _homes: Homes[int] = field(default_factory=Homes[int])
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _lost: set[int] = field(default_factory=set[int])
+    _counted: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])  # as each rank said last
 
     def __post_init__(self) -> None:
         for line in self.lines:
@@ -77,6 +78,10 @@ class SpreadSampler:
         self.local.reset()
         self._homes.clear()
 
+    def counters(self) -> dict[str, int]:
+        """See `CountingSampler`: of all ranks, the others' as of their last answers."""
+        return summed([self.local.counters(), *list(self._counted.values())])
+
     def waiting(self) -> dict[str, tuple[int, float]]:
         """Name -> (open requests, when the oldest was made) of every other rank that has some."""
         return counted((f"rank {asked.rank}", asked.since) for asked in list(self._open.values()))
@@ -103,6 +108,7 @@ class SpreadSampler:
                 for number in [n for n, waiting in list(self._open.items()) if waiting.rank == line.rank]:
                     self._settle(number, RankLost(f"rank {line.rank} is gone"))
             else:
+                self._counted[line.rank] = said.get("counters") or self._counted.get(line.rank, {})
                 self._settle(said["id"], answer_in(said))
 
         return hear

@@ -12,6 +12,8 @@ class SingleTurnEnv:
     max_turns = 1
 
     def __init__(self, *, stop_strings: tuple[str, ...] | list[str] = ()) -> None:
+        if isinstance(stop_strings, str):
+            raise TypeError(f"stop_strings is the text {stop_strings!r}: each character would stop; write a list of it")
         self.stop_strings = tuple(stop_strings)
 
     async def reset(self, task: Task) -> Observation:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from posttrain.chat.calls import SYNTAXES, Attempt, Framed, Parsed, Signatures, Syntax, over_budget, parse_turn
 from posttrain.envs.protocol import Action, Observation, Step
 from posttrain.location import did_you_mean
-from posttrain.task import Message, Task
+from posttrain.task import Message, Task, detached
 from posttrain.tools.protocol import Tool, ToolError, ToolSpec
 from posttrain.trajectory import CallStatus, StopReason, ToolCall
 
@@ -139,7 +139,7 @@ class ToolEnv:
         tool = self._tools.get(attempt.name) or self._named(attempt.name)
         started = time.perf_counter()
         try:
-            result = await tool.call(attempt.arguments or {})
+            result = await tool.call(detached(attempt.arguments or {}))  # the record keeps what the policy wrote
         except ToolError as error:
             seconds = time.perf_counter() - started
             return attempt.record(status=error.status, detail=error.message, seconds=seconds), None

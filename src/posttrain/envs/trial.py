@@ -40,7 +40,7 @@ def trial(
         env = make_env()
         check_env(env)
         try:
-            episode = await played(env, task, _turns(form, answer, task))
+            episode = await played(env, task, _turns(form, answer, task.own()))
         except EpisodeInvalid as failure:
             return Invalid(failure.reason, failure.detail)
         finally:
@@ -56,8 +56,10 @@ async def played(env: Env, task: Task, turns: Sequence[str]) -> Episode:
     A turn is cut behind the first of the env's stop strings, unless the env wants it to go on (see `Step`).
     Raises what the env raises.
     """
+    task = task.own()  # as in a rollout: what the env writes into the prompt is shown, in this episode
+    first = await env.reset(task)
     record = _Record(task)
-    record.show(await env.reset(task))
+    record.show(first)
     for text in turns[: env.max_turns]:
         for said, reason in _cuts(text, env.stop_strings):
             step = await env.step(Action(text=said, stop_reason=reason))

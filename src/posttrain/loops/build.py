@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -31,7 +31,7 @@ from posttrain.rewards.normalize import normalize_answer
 from posttrain.rewards.scoring import check_tasks, for_evaluation
 from posttrain.rollout import RolloutSpec, Ticket
 from posttrain.sampler.protocol import Sampler, SamplingParams
-from posttrain.task import Task
+from posttrain.task import Task, detached
 from posttrain.tools.config import close_tools
 from posttrain.tools.guards import Counted
 from posttrain.tools.protocol import Tool
@@ -186,7 +186,7 @@ def check_playable(task: Task, name: str, envs: Callable[[str], Any]) -> None:
         raise FieldError("", "unknown env", seen, "correct the row, or describe the env under `envs`") from error
     check = getattr(env, "check_task", None)
     try:
-        said = None if check is None else check(task)
+        said = None if check is None else check(task.own())
     except Exception as error:
         why = f"{error}" if isinstance(error, ValueError) else f"check_task raised {type(error).__name__}: {error}"
         raise FieldError("", "not for its env", f"the env {name} cannot play it: {why}", "correct the row") from error
@@ -258,6 +258,17 @@ def unscorable(answer: str) -> str | None:
     return None if normalize_answer(answer) else "normalises to nothing, so that no prediction can equal it"
 
 
+@dataclass(frozen=True, slots=True)
+class EnvMaker:
+    """Makes envs of one name. Each gets a copy of the options: a list among them that an env changes is its own."""
+
+    factory: Callable[..., Any]
+    options: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self.factory(**detached(dict(self.options)))
+
+
 def env_maker(
     name: str, config: RLConfig, retriever: Retriever | None, tools: Mapping[str, Tool] | None = None
 ) -> Callable[..., Any]:
@@ -277,12 +288,12 @@ def env_maker(
         if not tools:
             raise ConfigError([f"the env {name}, which some rows ask for, calls tools: add a `tools:` section"])
         options["tools"] = tools_for(env, name, tools)
-    return partial(env.factory, **options)
+    return EnvMaker(env.factory, options)
 
 
 def is_external(make: Callable[..., Any]) -> bool:
     """Whether what `env_maker` returned makes an external agent, which plays its episodes itself, and no env."""
-    factory = make.func if isinstance(make, partial) else make
+    factory = make.factory if isinstance(make, EnvMaker) else make
     return isinstance(factory, type) and issubclass(factory, ExternalAgent)
 
 

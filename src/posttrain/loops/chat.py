@@ -33,7 +33,7 @@ from posttrain.loops.build import (
 from posttrain.loops.collect import attach_outcome, origin_of
 from posttrain.loops.person import Person, check_has_user, with_person
 from posttrain.loops.samplers import close_sampler, ready_sampler
-from posttrain.loops.target import Target
+from posttrain.loops.target import Target, check_place
 from posttrain.loops.watch import Show, Watched, WatchedEnv, cited, documents_read
 from posttrain.rewards import score
 from posttrain.rewards.answers import tagged_answer
@@ -236,14 +236,23 @@ def explained(last: Trajectory, task: Task) -> Outcome:
     return replace(outcome, detail="\n".join(lines))
 
 
-def check_request(question: str | None, task: str | None, env: str | None, save: Path | None) -> None:
-    """Raises ConfigError for wishes that contradict each other, before a model is loaded."""
-    if task is not None and (question is not None or env is not None):
-        raise ConfigError(["--task names a task of the data, which has its own question and env; leave these out"])
+def check_request(
+    question: str | None, task: str | None, env: str | None, save: Path | None, answer: str | None = None
+) -> None:
+    """Raises ConfigError for wishes that are empty or contradict each other, before a model is loaded."""
+    if task is not None and (question, env, answer) != (None, None, None):
+        raise ConfigError(
+            ["--task names a task of the data, which has its own question, answer and env; leave these out"]
+        )
+    for given, what in ((question, "the question"), (answer, "--answer")):
+        if given is not None and not given.strip():
+            raise ConfigError([f"{what} is empty; say it, or leave it out"])
     if save is not None and save.suffix != ".parquet":
         raise ConfigError([f"--save writes parquet, so its file must end in .parquet, got {save}"])
     if save is not None and save.exists():
         raise ConfigError([f"{save} is there already; choose another file for --save"])
+    if save is not None:
+        check_place(save.parent, "--save")
 
 
 def watched(spec: RolloutSpec, show: Show) -> RolloutSpec:

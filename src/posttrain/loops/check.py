@@ -71,12 +71,22 @@ class Check:
         return "\n".join([*lines, "", "passed" if self.passed else "failed"])
 
 
+def _check_frame(frame: str | None) -> None:
+    """Raises ConfigError unless an answer can be put into it."""
+    try:
+        holds = frame is None or "\0" in frame.format(answer="\0")
+    except (ValueError, LookupError):
+        holds = False
+    if not holds:
+        fix = r"other braces are doubled, as in '\boxed{{{answer}}}'"
+        raise ConfigError([f"the form of an answer must hold {{answer}}, got {frame!r}; {fix}"])
+
+
 def check(config: RLConfig, *, tasks: int = 200, frame: str | None = None, solution: str | None = None) -> Check:
     """tasks: the first of `data.train` (of `data.eval` where there is none). frame: how an answer is written, with
     {answer}; by default as the rewards read it. solution: the column of the reference program, for the reward `code`.
     """
-    if frame is not None and "{answer}" not in frame:
-        raise ConfigError([f"the form of an answer must hold {{answer}}, got {frame!r}"])
+    _check_frame(frame)
     config, renderer, notes = _with_tokenizer(config)
     chosen = list(_tasks(config, renderer))[:tasks]
     stage = make_stage(config, renderer, chosen)

@@ -279,6 +279,8 @@ def _disagreement(policy: Policy, sampler: NativeSampler) -> float:
 def _disk(run_directory: Path | None) -> Check:
     place = run_directory or RunConfig().directory
     existing = next(path for path in (place, *place.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return Check("disk", "fail", f"{existing} is a file; runs are written into a folder", "set run.dir")
     free = shutil.disk_usage(existing).free / 1e9
     status: Status = "ok" if free >= LITTLE_DISK else "warn" if free >= NO_DISK else "fail"
     if not os.access(existing, os.W_OK):

@@ -9,7 +9,6 @@ import asyncio
 import io
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,13 +132,6 @@ def default_folder(target: Target) -> Path:
         first = Path("runs") / "evaluations" / f"{target.config.run.name}-{name}"
     numbered = (first.with_name(f"{first.name}.{number}") for number in range(2, 1 << 30))
     return first if not first.exists() else next(path for path in numbered if not path.exists())
-
-
-def check_place(folder: Path) -> None:
-    """Raises ConfigError for a folder that cannot be made or filled: before all tasks are answered, not after."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError([f"{folder} cannot be written: {there} is no folder that may be written to; set --out"])
 
 
 def report(run: EvalRun) -> Group:

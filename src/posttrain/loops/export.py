@@ -8,7 +8,7 @@ from pathlib import Path
 
 from posttrain.config import ConfigError
 from posttrain.loops.build import load_tokenizer
-from posttrain.loops.target import Target
+from posttrain.loops.target import Target, check_place
 
 
 def export_target(target: Target, out: Path) -> int:
@@ -19,6 +19,7 @@ def export_target(target: Target, out: Path) -> int:
     """
     if out.exists():
         raise ConfigError([f"{out} is there already; name a directory that is not"])
+    check_place(out.parent, "OUT")
     tokenizer, policy = load_tokenizer(target.config.model.path), target.load_policy()
     draft = out.with_name(f".draft-{out.name}")
     shutil.rmtree(draft, ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -31,13 +32,15 @@ from posttrain.loops.build import (
 )
 from posttrain.loops.chat import answer_of
 from posttrain.loops.samplers import close_sampler, ready_sampler
-from posttrain.loops.target import Target
+from posttrain.loops.target import Target, check_place
 from posttrain.rollout import RolloutSpec, episode_of, rollout_group
 from posttrain.runs.rng import seed_everything
 from posttrain.task import Invalid, Task
 from posttrain.trajectory import Source, Trajectory
 
 TASKS_AT_ONCE = 128
+BEGINNING = b'{"id": "'  # of an answer
+OTHER_FILES = (".parquet", ".json", ".csv", ".gz")  # whoever reads these would not find lines of JSON
 GENERATION_STEP = 0  # part of the seeds, as in an evaluation
 
 Watch = Callable[[int, int], None]  # told (tasks done, tasks in all)
@@ -194,21 +197,43 @@ class _Writer:
 
 
 def _read(out: Path, model: str) -> set[tuple[str, int]]:
-    """(id, sample) of the answers in `out`; a last line that was cut off by a kill is taken away."""
+    """(id, sample) of the answers in `out`; a last line that was cut off by a kill is taken away.
+
+    Bytes: what was cut may end within a character, and a text may hold what Python takes for the end of a line.
+    Raises ConfigError, and leaves the file as it is, when anything else is in it.
+    """
+    if out.is_dir() or out.suffix in OTHER_FILES:
+        seen = "a folder" if out.is_dir() else f"named {out.suffix}"
+        raise ConfigError([f"--out is a file of JSON lines, such as answers.jsonl, and {out} is {seen}"])
+    check_place(out.parent)
     if not out.exists():
         return set()
-    text = out.read_text(encoding="utf-8")
-    whole, _, torn = text.rpartition("\n")
-    if torn:
-        out.write_text(whole + "\n" if whole else "", encoding="utf-8")
+    whole, newline, torn = out.read_bytes().rpartition(b"\n")
     done: set[tuple[str, int]] = set()
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(whole.split(b"\n") if newline else (), start=1):
         try:
             answer = json.loads(line)
             key, by = (answer["id"], answer["sample"]), answer["model"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError([f"{out}:{number} is no answer of posttrain generate; choose another --out"]) from error
+            raise _no_answer(out, number) from error
         if by != model:
             raise ConfigError([f"{out} holds answers of {by}, and now {model} is asked; choose another --out"])
         done.add(key)
+    if torn:
+        if not _is_cut(torn):
+            raise _no_answer(out, len(whole.split(b"\n")) + 1 if newline else 1)
+        os.truncate(out, len(whole) + len(newline))
     return done
+
+
+def _is_cut(line: bytes) -> bool:
+    """Whether it may be the beginning of an answer, or an answer without the end of its line."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return line.startswith(BEGINNING) or BEGINNING.startswith(line)
+    return isinstance(answer, dict) and {"id", "sample", "model"} <= answer.keys()
+
+
+def _no_answer(out: Path, number: int) -> ConfigError:
+    return ConfigError([f"{out}:{number} is no answer of posttrain generate; choose another --out"])

@@ -252,6 +252,17 @@ def _record_gap(metrics: Metrics, first: Update) -> None:
         metrics.record("gap/effective_sample_size", gap["ess"])
 
 
+def record_sampler(metrics: Metrics, done: Mapping[str, int]) -> None:
+    """done: counters of `SamplerStats` since the last row; the sampler may lack some, and then so does the row."""
+    for name in ("tokens_prefilled", "tokens_reused", "evictions", "preemptions", "restarts"):
+        metrics.record(f"sampler/{name}", done.get(name))
+    computed, reused = done.get("tokens_prefilled", 0), done.get("tokens_reused", 0)
+    if computed + reused:
+        metrics.record("sampler/cache_hit_rate", reused / (computed + reused))
+    if done.get("steps") and "rows" in done:
+        metrics.record("sampler/batch_size", done["rows"] / done["steps"])
+
+
 def record_tools(metrics: Metrics, tools: Mapping[str, Counted]) -> None:
     """What was called since the last time."""
     cost: dict[str, float] = {}

@@ -130,7 +130,8 @@ def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None, cr
         parts, plan = _prepare(config, on_plan, crew, undo)
         directory = RunDirectory.create(config.run.directory, config_yaml(config), plan.render())
         undo.callback(directory.abandon)
-        run = _assemble(config, directory, parts, plan, checkpoint=None, crew=crew)
+        sinks = _sinks(config, directory, None, undo)
+        run = _assemble(config, directory, parts, plan, checkpoint=None, crew=crew, sinks=sinks)
         undo.pop_all()
     return run
 
@@ -151,7 +152,8 @@ def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None, crew: C
                 [f"{path / 'config.yaml'}: run.steps is {config.run.steps}, and {latest.step} steps are done; {fix}"]
             )
         parts, plan = _prepare(config, on_plan, crew, undo)
-        run = _assemble(config, directory, parts, plan, checkpoint=latest, crew=crew)
+        sinks = _sinks(config, directory, latest, undo)
+        run = _assemble(config, directory, parts, plan, checkpoint=latest, crew=crew, sinks=sinks)
         directory.rewind(-1 if latest is None else run.step)  # -1: also the evaluation before the first step
         undo.pop_all()
     return run
@@ -204,8 +206,6 @@ def _do_step(run: Run, runner: Runner) -> None:
         run.step += 1
         if run.step in run.plan.eval_steps:
             _evaluate(run, runner, metrics)
-    record_tools(metrics, run.parts.tools)
-    run.sampling.record(metrics)
     _log(run, metrics)
     if run.step in run.plan.checkpoint_steps:
         checkpoint(run, runner)
@@ -395,8 +395,22 @@ def _restore(run: Run, state: dict, folder: Path) -> None:
     set_rng_state(state["rng"])
 
 
+def _sinks(config: RLConfig, directory: RunDirectory, checkpoint: Checkpoint | None, undo: ExitStack) -> Sinks:
+    """Opened before a model loads: one may lack a login. undo: closes them unless the run comes about."""
+    sinks = Sinks(directory, config.run.sinks, first_step=0 if checkpoint is None else checkpoint.step + 1)
+    undo.callback(sinks.close)
+    return sinks
+
+
 def _assemble(
-    config: RLConfig, directory: RunDirectory, parts: Parts, plan: Plan, *, checkpoint: Checkpoint | None, crew: Crew
+    config: RLConfig,
+    directory: RunDirectory,
+    parts: Parts,
+    plan: Plan,
+    *,
+    checkpoint: Checkpoint | None,
+    crew: Crew,
+    sinks: Sinks,
 ) -> Run:
     models = Models(config, plan.optimizer_steps)
     if checkpoint is not None:
@@ -423,7 +437,7 @@ def _assemble(
             credit=training_credit(config),
         ),
         eval_collector=make_collector(config, parts, sampling.sampler, eval_params(config)),
-        sinks=Sinks(directory, config.run.sinks, first_step=0 if checkpoint is None else checkpoint.step + 1),
+        sinks=sinks,
         log_file=directory.log_handler(),
     )
     log.addHandler(run.log_file)
@@ -446,6 +460,9 @@ def _store(config: RLConfig, directory: RunDirectory) -> CheckpointStore:
 
 
 def _log(run: Run, metrics: Metrics) -> None:
+    """Ends a row: with what tools and sampler have done since the last one."""
+    record_tools(metrics, run.parts.tools)
+    run.sampling.record(metrics)
     row = metrics.reduce()
     run.sinks.write(run.step, row)
     if run.on_row is not None:

@@ -7,9 +7,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -17,9 +17,10 @@ import torch
 
 from posttrain.config import SAMPLING_RANKS, ConfigError, RLConfig, SamplerConfig
 from posttrain.loops.learner import Learner
+from posttrain.loops.record import record_sampler
 from posttrain.runs.metrics import Metrics
 from posttrain.sampler.native import NativeSampler, workers_for
-from posttrain.sampler.protocol import Sampler
+from posttrain.sampler.protocol import CountingSampler, Sampler
 from posttrain.sampler.requests import NO_WEIGHTS
 from posttrain.sampler.server import ServerSampler
 from posttrain.sampler.vllm import VllmSampler
@@ -63,6 +64,7 @@ class Sampling:
     sleep: Literal[0, 1, 2] = 0
     make_room: Callable[[], None] = empty_cache
     resting: bool = False
+    counted: Mapping[str, int] = field(default_factory=dict[str, int])  # by the sampler, until the last row
 
     async def refresh(self, metrics: Metrics | None = None) -> None:
         """Before every rollout and evaluation: gives the sampler the current weights and drops its caches."""
@@ -98,9 +100,13 @@ class Sampling:
             self.sampler.renew = partial(_renewed, self.sampler, self.publisher, soon)
 
     def record(self, metrics: Metrics) -> None:
-        """At the end of a step: records the metrics of the publisher, if there is one."""
+        """At the end of a step: what the publisher counts, and what the sampler has done since the last one."""
         for key, value in ({} if self.publisher is None else self.publisher.counts()).items():
             metrics.record(key, value)
+        if isinstance(self.sampler, CountingSampler):
+            now = self.sampler.counters()
+            record_sampler(metrics, {name: count - self.counted.get(name, 0) for name, count in now.items()})
+            self.counted = now
 
     def close(self) -> None:
         if self.publisher is not None:
@@ -133,7 +139,10 @@ def sampler_of_rank(learner: Learner, tokenizer: Any) -> NativeSampler:
 
 def native_sampler(config: RLConfig, tokenizer: Any, policy: Policy, workers: int) -> NativeSampler:
     """For training and evaluation. It truncates when asked to; the config refuses that for training."""
-    return NativeSampler(policy, tokenizer, workers=workers, truncation="allow", **config.sampler.options)
+    try:
+        return NativeSampler(policy, tokenizer, workers=workers, truncation="allow", **config.sampler.options)
+    except ValueError as error:  # values that do not go together on this device
+        raise ConfigError([f"sampler.options: {error}"]) from error
 
 
 def published_sampling(config: RLConfig, tokenizer: Any, policy: Policy) -> Sampling:

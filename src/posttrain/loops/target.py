@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from posttrain.trainer.loading import ADAPTER_CONFIG, model_path, pick_device
 from posttrain.trainer.loading import load_config as load_model_config
 from posttrain.trainer.lora import ADAPTER
 from posttrain.trainer.policy import Policy
+
+DATA_FILES = (".jsonl", ".parquet", ".gz")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,10 @@ def find_target(
     Raises ConfigError saying what was found instead.
     """
     path = Path(named)
+    if path.is_file() and path.suffix in DATA_FILES:
+        raise ConfigError(
+            [f"{named} is a file of data; first comes a run directory, a checkpoint, a config or a model"]
+        )
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if config is not None or checkpoint is not None:
             raise ConfigError([f"{named} is a config file: --config and --checkpoint go with a run or a model"])
@@ -76,6 +83,13 @@ def find_target(
     if chosen is None or loaded.model.named != model:
         return Target(config=loaded)
     return Target(config=loaded, run=run, step=chosen.step, version=int(chosen.state()["policy_version"]))
+
+
+def check_place(folder: Path, option: str = "--out") -> None:
+    """Raises ConfigError for a folder that cannot be made or filled: before a model has worked for it, not after."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError([f"{folder} cannot be written: {there} is no folder that may be written to; set {option}"])
 
 
 def _model_key(named: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.location import LocationError, locate
-from posttrain.task import Invalid, Outcome, Task, as_outcome
+from posttrain.task import Invalid, Outcome, Task, as_outcome, detached
 from posttrain.trajectory import Episode
 
 _DETAIL_CHARACTERS = 4000  # of a traceback, from its end
@@ -65,7 +65,7 @@ class RewardFunction:
     def call(self, episodes: Sequence[Episode], task: Task) -> Any:
         """The raw return value (a coroutine for async functions). Takes one episode unless the function is batch."""
         given: Any = list(episodes) if self.is_batch else episodes[0]
-        return self.function(given, task, **self.options)
+        return self.function(given, task, **detached(self.options))
 
     def outcomes(self, returned: Any, expected: int) -> list[Outcome]:
         """The return value of `call` as one outcome per episode; RewardError when a batch has another length."""

@@ -131,8 +131,9 @@ class RuleReward:
 class CustomReward:
     """A user's function in this process: async ones in the event loop, the others in threads.
 
-    At the deadline the sample becomes Invalid("reward_timeout"). A coroutine is then cancelled; a thread cannot be
-    ended and runs on (an isolated reward can).
+    Each call gets copies of its own of task and episodes, as in a worker process: one that changes them changes nothing
+    for other calls, the log, or later epochs. At the deadline the sample becomes Invalid("reward_timeout"). A coroutine
+    is then cancelled; a thread cannot be ended and runs on (an isolated reward can).
     """
 
     function: RewardFunction
@@ -140,7 +141,8 @@ class CustomReward:
     seconds: float
 
     async def outcomes(self, episodes: Sequence[Episode], task: Task) -> list[Outcome]:
-        parts = [episodes] if self.function.is_batch else [[episode] for episode in episodes]
+        own = [episode.own() for episode in episodes]
+        parts = [own] if self.function.is_batch else [[episode] for episode in own]
         if self.function.is_async:
             judged = await asyncio.gather(*(self._await(part, task) for part in parts))
         else:
@@ -155,7 +157,7 @@ class CustomReward:
     async def _judge(self, parts: Sequence[Sequence[Episode]], task: Task) -> Sequence[Sequence[Outcome] | None]:
         """None for what was not judged at the deadline."""
         try:
-            return await in_threads([partial(self.function.judge, part, task) for part in parts], self.seconds)
+            return await in_threads([partial(self.function.judge, part, task.own()) for part in parts], self.seconds)
         except NoThread as error:
             return [[reward_error(error)] * len(part) for part in parts]
 
@@ -163,7 +165,7 @@ class CustomReward:
         """None at the deadline."""
         try:
             async with asyncio.timeout(self.seconds) as deadline:
-                return self.function.outcomes(await self.function.call(episodes, task), len(episodes))
+                return self.function.outcomes(await self.function.call(episodes, task.own()), len(episodes))
         except RewardError:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:

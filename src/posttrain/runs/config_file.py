@@ -287,10 +287,22 @@ def _problem(model: type[BaseModel], data: Any, details: ErrorDetails, source: _
         text = (
             f"{name!r} is missing; add it under {dotted(path[:-1])!r}" if path[1:] else f"section {name!r} is missing"
         )
+    elif details["type"] == "model_type":
+        text = f"{name} is a section of keys{_seen(details)}; {_keys(model, path, details['input'])}"
+    elif details["type"] in ("tuple_type", "list_type"):
+        text = f"{name}: Input should be a list, as in [a, b]{_seen(details)}"
     else:
         message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         text = f"{name}: {message}{_seen(details)}" if name else message
     return f"{source.place(path)}: {text}"
+
+
+def _keys(model: type[BaseModel], path: KeyPath, value: object) -> str:
+    """How to write a section that was given one value."""
+    keys = sorted({name for owner in _models_at(model, path) for name in owner.model_fields})
+    if "name" in keys and isinstance(value, str):
+        return f"did you mean {dotted((*path, 'name'))}={value}?"
+    return f"it has {', '.join(keys)}"
 
 
 def _seen(details: ErrorDetails) -> str:

@@ -151,15 +151,19 @@ def _require_empty(path: Path) -> None:
     if (path / "config.yaml").exists():
         raise RunError(
             f"{path} already holds a run. Go on with it: `posttrain resume {path}`. "
-            "Start another beside it: set run.name. Start over: delete the folder"
+            "Start another beside it: set run.name, or run.dir where that is set. Start over: delete the folder"
         )
     unfinished = {"plan.txt", "metrics.jsonl", "timing.jsonl", "trajectories", "checkpoints"}  # killed while starting
+    unfinished |= {"tensorboard", "wandb", "wandb_id"}  # one sink was open when another did not start
     foreign = [name for name in found if name not in unfinished and not name.startswith(".")]
     if foreign:
         raise RunError(f"{path} is not empty (it holds {foreign[0]!r}); set run.name or run.dir to a new folder")
 
 
 def _runs_near(path: Path) -> str:
+    within = next((folder for folder in path.parents if (folder / "config.yaml").is_file()), None)
+    if within is not None:  # a checkpoint
+        return f": {within}"
     parent = path.parent
     names = sorted(file.parent.name for file in parent.glob("*/config.yaml")) if parent.is_dir() else []
     return f". Runs in {parent}: {', '.join(names[:10])}" if names else ""

@@ -139,6 +139,20 @@ METRICS: dict[str, Metric] = {
     "gap/staleness_max": Metric("step", "max", "of the token whose weights were the oldest"),
     "weights/probe_gap": Metric("step", "max", "largest difference of a log-prob of a probe, after a transfer"),
     "weights/bytes": Metric("step", "sum", "bytes of weights given to samplers that have their own"),
+    # the KV cache of the sampler, evaluation included: see docs/sampler.md. What is together in it depends on the clock
+    "sampler/cache_hit_rate": Metric(
+        "step", "mean", "share of prompt and history tokens whose keys were cached", timing=True
+    ),
+    "sampler/tokens_reused": Metric("step", "sum", "such tokens", timing=True),
+    "sampler/tokens_prefilled": Metric(
+        "step", "sum", "tokens computed because they were not cached, or no longer", timing=True
+    ),
+    "sampler/evictions": Metric(
+        "step", "sum", "waiting episodes whose cache was given up for memory: it is computed again", timing=True
+    ),
+    "sampler/preemptions": Metric("step", "sum", "turns put back for memory while they were sampled", timing=True),
+    "sampler/restarts": Metric("step", "sum", "turns whose cache was dropped because weights changed", timing=True),
+    "sampler/batch_size": Metric("step", "mean", "sequences per forward", timing=True),
     # samplers that are processes of their own
     "cluster/sampler_restarts": Metric("step", "last", "samplers replaced since the ranks were started", timing=True),
     "cluster/asked_again": Metric(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+import yaml
+
 from posttrain.runs.config_file import ConfigError
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.durable import write_atomic
 from posttrain.runs.metrics import split_timing
 from posttrain.runs.plugins import resolve
 
@@ -87,18 +92,46 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases, when `wandb` is installed; its own environment variables apply (WANDB_MODE=offline)."""
+    """Weights & Biases, when `wandb` is installed; its own environment variables apply (WANDB_MODE=offline).
+
+    A resumed run goes on in the same W&B run. W&B ignores rows of a step below the last one that it has, which are
+    those that a resumed run does again: so steps of its own count rows, and the x axis is the metric `step`.
+    """
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self._run: Any = wandb.init(dir=str(run.path), name=run.path.name, id=run.path.name, resume="allow")
+        config = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+        try:
+            self._run: Any = wandb.init(
+                dir=str(run.path),
+                name=os.environ.get("WANDB_NAME", run.path.name),
+                id=wandb_id(run),
+                resume="allow",
+                config=config,
+                allow_val_change=True,  # run.steps of a resumed run, say
+            )
+        except wandb.errors.Error as error:
+            fix = "`wandb login`, or WANDB_MODE=offline, or leave wandb out of run.sinks"
+            raise ConfigError(
+                [f"run.sinks names wandb, which does not start: {str(error).rstrip('.')}; {fix}"]
+            ) from error
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        self._run.log({key: value for key, value in row.items() if math.isfinite(value)}, step=step)
+        self._run.log({"step": step} | {key: value for key, value in row.items() if math.isfinite(value)})
 
     def close(self) -> None:
         self._run.finish()
+
+
+def wandb_id(run: RunDirectory) -> str:
+    """Kept in the run directory. Not its name: another run of that name, elsewhere or later, is another run in W&B."""
+    file = run.path / "wandb_id"
+    if not file.exists():
+        write_atomic(file, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+    return file.read_text(encoding="utf-8").strip()
 
 
 SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {
@@ -123,8 +156,13 @@ class Sinks:
     """
 
     def __init__(self, run: RunDirectory, names: tuple[str, ...], first_step: int = 0) -> None:
-        chosen = [resolve(SINKS, name, "sink")(run, first_step) for name in names]
-        self._sinks: list[Sink] = [JsonSink(run), *chosen]
+        self._sinks: list[Sink] = [JsonSink(run)]
+        try:
+            for name in names:
+                self._sinks.append(resolve(SINKS, name, "sink")(run, first_step))
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         for sink in self._sinks:

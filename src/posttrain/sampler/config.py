@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, model_validator
 
-OPTIONS: dict[str, tuple[str, ...] | None] = {  # None: the engine itself knows them
-    "native": ("max_batch", "tokens_per_step", "kv_gib"),
+_Count: Any = PositiveInt
+_Amount: Any = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_SERVER: dict[str, Any] = {"concurrency": _Count, "timeout_seconds": _Amount}
+OPTIONS: dict[str, Mapping[str, Any] | None] = {  # name -> type; None: the engine itself knows them
+    "native": {"max_batch": _Count, "tokens_per_step": _Count | None, "kv_gib": _Amount | None},
     "vllm": None,
-    "vllm_server": ("concurrency", "timeout_seconds", "patience_seconds", "host"),
-    "server": ("concurrency", "timeout_seconds"),
+    "vllm_server": _SERVER | {"patience_seconds": Annotated[float, Field(ge=0)], "host": str | None},
+    "server": _SERVER,
 }
 SERVERS = ("vllm_server", "server")
 PUBLISHED = ("vllm", "vllm_server")  # engines that get the policy's weights by a transfer
@@ -70,11 +74,8 @@ class SamplerConfig(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> SamplerConfig:
         known = OPTIONS[self.engine]
-        for name in self.options:
-            if known is not None and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f" ({', '.join(known)})"
-                raise ValueError(f"sampler.options.{name} is no option of the engine {self.engine}{hint}")
+        if known is not None:
+            _check_options(self.options, known, self.engine)
         if (self.url is not None) != (self.engine in SERVERS):
             raise ValueError("sampler.url goes with sampler.engine: vllm_server or server, and the other way round")
         if self.engine not in SERVERS and (self.model or self.token_env):
@@ -86,3 +87,16 @@ class SamplerConfig(BaseModel):
         if self.folder is not None and self.transport in ("memory", "broadcast", "shared"):
             raise ValueError("sampler.folder goes with sampler.transport: disk")
         return self
+
+
+def _check_options(given: Mapping[str, Any], known: Mapping[str, Any], engine: str) -> None:
+    """Raises ValueError for one that the engine does not have, or whose value is none for it."""
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f" ({', '.join(known)})"
+            raise ValueError(f"sampler.options.{name} is no option of the engine {engine}{hint}")
+        try:
+            TypeAdapter(known[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"sampler.options.{name}: {error.errors()[0]['msg']} (got {value!r:.80})") from None

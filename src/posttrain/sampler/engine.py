@@ -194,6 +194,7 @@ class Engine:
             if request.slot is None:
                 continue  # it ended, or was cancelled, after this step was launched
             request.slot.cached = len(request.ids)
+            self.stats.rows += 1
             self.stats.tokens_forwarded += 1
             self.stats.tokens_generated += 1
             if self._book(request, drawn.token, drawn.logprob):
@@ -217,6 +218,7 @@ class Engine:
             return
         for request in reversed(self.active):
             self._put_back(request)
+        self.stats.restarts += len(self.active)
         self.active.clear()
         self.slots.invalidate()
         self.stats.flushes += 1
@@ -227,7 +229,6 @@ class Engine:
         self.slots.leave(request.slot)
         request.slot = request.forked_from = None
         self.waiting.appendleft(request)
-        self.stats.preemptions += 1
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -342,10 +343,12 @@ class Engine:
         """Running requests need one more token of capacity; when memory is out, the newest is put back."""
         while not self._reserve(max(len(r.ids) for r in self.active), busy=len(self.active)):
             victim = self.active.pop()
-            for request in [r for r in self.active if r.forked_from is victim]:
+            forks = [r for r in self.active if r.forked_from is victim]
+            for request in forks:
                 self.active.remove(request)
                 self._put_back(request)
             self._put_back(victim)
+            self.stats.preemptions += 1 + len(forks)
         self._reserve_rows()
 
     def _apply(self, moves: Sequence[Move]) -> None:

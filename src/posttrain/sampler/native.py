@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -171,6 +171,10 @@ class NativeSampler:
     def stats(self) -> SamplerStats:
         """The counters of all engines, summed."""
         return SamplerStats.total([engine.stats for engine in self.engines])
+
+    def counters(self) -> dict[str, int]:
+        """See `CountingSampler`."""
+        return asdict(self.stats())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

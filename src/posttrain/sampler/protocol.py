@@ -94,3 +94,12 @@ class StreamingSampler(Protocol):
         All calls come before this returns.
         """
         ...
+
+
+@runtime_checkable
+class CountingSampler(Protocol):
+    """A `Sampler` that says what it has done so far."""
+
+    def counters(self) -> dict[str, int]:
+        """Counters since it was made, by their names in `SamplerStats`; one that is not known is not there."""
+        ...

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -65,17 +66,30 @@ class SamplerStats:
     steps: int = 0  # forwards
     rows: int = 0  # sequences in those forwards, summed
     evictions: int = 0  # idle sessions whose cache was given up for memory
-    preemptions: int = 0  # running requests that were put back for memory, or because the weights changed
+    preemptions: int = 0  # running requests that were put back for memory
+    restarts: int = 0  # running requests that began anew because the weights changed
     flushes: int = 0  # times the whole cache was dropped because the policy's version changed
 
     @classmethod
     def total(cls, parts: Sequence[SamplerStats]) -> SamplerStats:
         return cls(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)})
 
+    def chosen(self, *names: str) -> dict[str, int]:
+        """Some of them by name: what a sampler counts, where it does not count all."""
+        return {name: getattr(self, name) for name in names}
+
     @property
     def mean_batch(self) -> float:
         """Sequences per forward; 0 before the first."""
         return self.rows / self.steps if self.steps else 0.0
+
+
+def summed(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The counters of several samplers as one's."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,10 @@ class VllmSampler:
         self.takes_adapters = adapter is not None
         self._group: Group | None = None
 
+    def counters(self) -> dict[str, int]:
+        """See `CountingSampler`. What the scheduler gives up for memory is the engine's own business."""
+        return self.stats.chosen("requests", "tokens_generated", "tokens_prefilled", "tokens_reused")
+
     async def sample(
         self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
     ) -> Sampled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -236,9 +237,15 @@ def check_directory(path: str | Path) -> None:
 
 
 def load_config(path: str | Path) -> Any:
-    """The transformers config at `path`, after the same checks."""
+    """The transformers config at `path`, after the same checks. Raises ModelError for one that it does not know."""
     check_directory(path)
-    return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"transformers {version('transformers')} does not know the model at {path}: {first}"
+        ) from error
 
 
 def switch_off_dropout(module: nn.Module) -> None:
