@@ -45,9 +45,7 @@ class Watch:
         limit = self._settings.heartbeat_seconds
         for member in [] if self._pool is None else self._pool.members():
             if self._pool is not None and now - member.line.heard > limit:
-                # on another thread: what it had to do is sent to others, and one of these may hang, too
-                why = _silence(member.line, now, limit)
-                threading.Thread(target=self._pool.lose, args=(member, why), name="lost", daemon=True).start()
+                self._pool.lose(member, _silence(member.line, now, limit))
         for line in self._ranks:
             if now - line.heard > limit and line.rank not in self._named:
                 self._named.add(line.rank)
