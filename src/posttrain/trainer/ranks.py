@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,6 +24,9 @@ Value = TypeVar("Value")
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 PATIENCE = timedelta(minutes=30)  # the longest that one rank may keep the others waiting in a collective
+# Until gloo's threads have dropped the tensors of the last collective, for which they need the interpreter. Under one
+# that ends they abort, which looks like a rank that was killed, and starts the run again.
+LAST_SECONDS = 0.2
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -223,3 +227,4 @@ def leave_ranks() -> None:
     """Ends what `join_ranks` began."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(LAST_SECONDS)
