@@ -89,6 +89,20 @@ def test_two_samplers_that_hang_at_once_are_both_lost():
         asking.join()
 
 
+def test_what_to_do_about_an_engine_that_may_hang_is_said(caplog: pytest.LogCaptureFixture):
+    """It lives, and answers nothing; another one has had its request for a shorter time."""
+    with called(2) as (pool, _):
+        watch, now = Watch(pool.settings, (), pool), time.monotonic() + 400
+        watch.waiting = lambda: {"sampler 0": (1, now - 310), "sampler 1": (1, now - 290), "": (1, now - 400)}
+        for member in pool.members():
+            member.line.heard = now
+        watch.look(now)
+        assert len(pool.members()) == 2
+    here = socket.gethostname()
+    assert f"if sampler 0 hangs, kill -9 {os.getpid()} on {here}: it is replaced" in caplog.text
+    assert "if sampler 1 hangs" not in caplog.text
+
+
 def answering(line: Line) -> None:
     """A sampler at this end, on a thread: what it samples is the seed of the request."""
 
