@@ -30,7 +30,7 @@ from posttrain.cluster.beside import SECRET, Wish, calls_at
 from posttrain.cluster.crew import weights_folder
 from posttrain.cluster.launch import free_port
 from posttrain.cluster.line import HELLO_BYTES, Exchange, Line, on_a_thread
-from posttrain.cluster.pool import Pool
+from posttrain.cluster.pool import Member, Pool
 from posttrain.cluster.seat import Seat
 from posttrain.cluster.taking import Taking
 from posttrain.cluster.watch import Watch
@@ -68,7 +68,7 @@ def called(count: int) -> Iterator[tuple[Pool, list[Line]]]:
 
 
 def test_two_samplers_that_hang_at_once_are_both_lost():
-    """What the first had is sent to the second, which reads nothing either. The watch must not wait for that, or nobody
+    """What the first had goes to the second, which reads nothing either. The watch must not wait for that, or nobody
     would ever find that the second hangs."""
     with called(2) as (pool, _):
         sampler, watch = PoolSampler(pool), Watch(pool.settings, (), pool)
@@ -79,16 +79,65 @@ def test_two_samplers_that_hang_at_once_are_both_lost():
         until(lambda: "sampler 0" in sampler.waiting())
         sampler.serve(second)
         full = {"do": "sample", "ids": "x" * (1 << 26)}  # more than the kernel keeps
-        filling = threading.Thread(target=pool.tell, args=(second, full))
-        filling.start()
+        assert pool.tell(second, full)
         looking = threading.Thread(target=watch.look, args=(time.monotonic() + 1000,), daemon=True)
         looking.start()
         until(lambda: not pool.members())
         looking.join()
-        filling.join()
         until(lambda: "" in sampler.waiting())
         sampler.fail(RuntimeError("over"))
         asking.join()
+
+
+def test_what_to_do_about_an_engine_that_may_hang_is_said(caplog: pytest.LogCaptureFixture):
+    """It lives, and answers nothing; another one has had its request for a shorter time."""
+    with called(2) as (pool, _):
+        watch, now = Watch(pool.settings, (), pool), time.monotonic() + 400
+        watch.waiting = lambda: {"sampler 0": (1, now - 310), "sampler 1": (1, now - 290), "": (1, now - 400)}
+        for member in pool.members():
+            member.line.heard = now
+        watch.look(now)
+        assert len(pool.members()) == 2
+    here = socket.gethostname()
+    assert f"if sampler 0 hangs, kill -9 {os.getpid()} on {here}: it is replaced" in caplog.text
+    assert "if sampler 1 hangs" not in caplog.text
+
+
+def answering(line: Line) -> None:
+    """A sampler at this end, on a thread: what it samples is the seed of the request."""
+
+    def work() -> None:
+        while (order := line.receive()) is not None:
+            if order["do"] == "sample":
+                one = {"ids": [order["seed"]], "logprobs": [0.0], "stop_reason": "length", "versions": [0]}
+                line.send({"id": order["id"], "sampled": one})
+
+    threading.Thread(target=work, daemon=True).start()  # ends with the line
+
+
+def test_one_that_reads_nothing_keeps_no_episode_of_another_one_waiting():
+    """A request that is more than the kernel keeps is put to a frozen sampler, and the loop of all episodes goes on;
+    once it is found by its silence, the other one does this request, too."""
+    long, short = [7] * (1 << 22), SamplingParams(max_new_tokens=1)
+
+    async def work(sampler: PoolSampler, frozen: Member) -> list[list[int]]:
+        stuck = asyncio.create_task(sampler.sample(long, short, seed=1))
+        await asyncio.sleep(0)  # it is asked
+        others = await asyncio.gather(*(sampler.sample([1], short, seed=seed) for seed in (2, 3)))
+        assert not stuck.done()
+        assert sampler.waiting().keys() == {str(frozen)}
+        frozen.line.heard -= 121
+        Watch(sampler.pool.settings, (), sampler.pool).look(time.monotonic())
+        return [one.ids for one in (await stuck, *others)]
+
+    with called(2) as (pool, (_, reads)):
+        answering(reads)
+        sampler, (frozen, other) = PoolSampler(pool), pool.members()
+        sampler.serve(frozen)
+        sampler.serve(other)
+        found = on_a_thread(lambda: asyncio.run(work(sampler, frozen)))
+        assert found.result(SECONDS) == [[1], [2], [3]]
+        assert pool.members() == [other]
 
 
 async def asked_in_vain(sampler: PoolSampler) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -162,6 +165,31 @@ def test_a_launch_inside_of_torchrun_is_one_of_its_own(tmp_path: Path, monkeypat
         assert {address[-8:] for address in heard} == {"0100007F"}, "127.0.0.1: no other machine can call"
 
 
+def elsewhere() -> str:
+    """An address of this machine that is not for itself alone; '' where there is none, or no namespace of our own."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, suppress(OSError):
+        asked.connect(("192.0.2.1", 9))  # sends nothing
+        found: str = asked.getsockname()[0]
+        if shutil.which("unshare") and not subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+            return "" if found.startswith("127.") else found
+    return ""
+
+
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--uts")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ranks_listen_here_alone_wherever_the_name_of_the_host_leads(tmp_path: Path):
+    """Gloo would listen there, for everybody: it asks nobody for a secret."""
+    if not (address := elsewhere()):
+        pytest.skip("no other address, or no namespace in which the host may be named after it")
+    command = f"import socket, sys; socket.sethostname({address!r}); from posttrain.cluster.launch import launch_local"
+    command += f"; sys.exit(launch_local({script(tmp_path, JOIN)!r}, 2))"
+    assert subprocess.run([*NAMESPACE, sys.executable, "-c", command]).returncode == 0
+    heard = " ".join((tmp_path / f"heard{rank}").read_text() for rank in range(2)).split()
+    assert {address[-8:] for address in heard} == {"0100007F"}, "127.0.0.1"
+
+
 @pytest.mark.parametrize("stubborn", [False, True], ids=["ends in order", "has to be killed"])
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_an_interrupt_and_a_kill_of_the_launcher_leave_no_rank(tmp_path: Path, stubborn: bool):
@@ -177,6 +205,52 @@ def test_an_interrupt_and_a_kill_of_the_launcher_leave_no_rank(tmp_path: Path, s
     launcher.communicate(timeout=120)
     while left(tmp_path) and time.monotonic() < until:
         time.sleep(0.05)
+    assert left(tmp_path) == []
+
+
+BUSY = """
+def busy(*_):
+    (folder / f'heard{rank}').touch()
+signal.signal(signal.SIGINT, busy)
+(folder / f'set{rank}').touch()
+while not (folder / 'heard0').exists():
+    time.sleep(0.05)
+time.sleep(3 if rank == 0 else 600)  # it writes a checkpoint
+while (folder / 'hangs').exists():
+    time.sleep(0.05)
+(folder / 'written').touch()
+sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("what", ["writes", "is interrupted again", "takes too long"])
+def test_rank_0_may_finish_what_it_writes_unless_it_is_interrupted_again_or_takes_too_long(tmp_path: Path, what: str):
+    """The others do not hear of it."""
+    if what != "writes":
+        (tmp_path / "hangs").touch()
+    seconds = 5 if what == "takes too long" else 600
+    command = f"""
+import signal, sys
+from posttrain.cluster import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # not so in a shell's background
+assert launch.INTERRUPT_SECONDS == 600
+launch.INTERRUPT_SECONDS = {seconds}
+sys.exit(launch.launch_local({script(tmp_path, BUSY)!r}, 2))
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", command])
+    until = time.monotonic() + 120
+    while len(list(tmp_path.glob("set*"))) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGINT)
+    while not (tmp_path / "heard0").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    if what == "is interrupted again":
+        launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(120) == 128 + signal.SIGINT
+    assert (tmp_path / "written").exists() == (what == "writes")
+    assert not (tmp_path / "heard1").exists()
     assert left(tmp_path) == []
 
 

@@ -123,6 +123,52 @@ def test_a_launch_that_ends_leaves_a_timeline_and_nothing_else(tmp_path: Path):
     until(lambda: not of_the_session(process.pid))
 
 
+WRITES = """
+import os, signal, sys, time
+from pathlib import Path
+from posttrain.cluster.launch import die_with_launcher
+die_with_launcher()
+folder = Path(sys.argv[1])
+signal.signal(signal.SIGINT, lambda *_: (folder / "heard").touch())
+(folder / "begun").write_text(str(os.getpid()))
+while not (folder / "heard").exists():
+    time.sleep(0.05)
+time.sleep(2)  # it writes a checkpoint
+while (folder / "hangs").exists():
+    time.sleep(0.05)
+(folder / "written").touch()
+sys.exit(130)
+"""
+INTERRUPTED = """
+import signal, sys
+from posttrain.cluster import on_ray
+from posttrain.config import ClusterConfig
+signal.signal(signal.SIGINT, signal.default_int_handler)  # not so in a shell's background
+folder, on_ray.INTERRUPT_SECONDS = sys.argv[1], float(sys.argv[2])
+command = [sys.executable, f"{folder}/program.py", folder]
+sys.exit(on_ray.launch_ray(command, 1, cluster=ClusterConfig(ray="local"), gpus=False))
+"""
+
+
+@pytest.mark.parametrize("what", ["writes", "is interrupted again", "takes too long"])
+def test_an_interrupt_reaches_rank_0_which_may_finish_what_it_writes(tmp_path: Path, what: str):
+    """Unless it is interrupted again, or takes too long. Ray blocks the signal in all that it starts."""
+    (tmp_path / "program.py").write_text(WRITES)
+    if what != "writes":
+        (tmp_path / "hangs").touch()
+    process = Program(tmp_path, tmp_path, 5 if what == "takes too long" else 600, code=INTERRUPTED)
+    until((tmp_path / "begun").exists, process)
+    os.kill(process.pid, signal.SIGINT)
+    until((tmp_path / "heard").exists, process)
+    if what == "is interrupted again":
+        os.kill(process.pid, signal.SIGINT)
+    status, _, errors = process.ended(SECONDS)
+    assert status == 128 + signal.SIGINT, errors
+    assert (tmp_path / "written").exists() == (what == "writes")
+    until(lambda: not running(int((tmp_path / "begun").read_text())))
+    until(lambda: not of_the_session(process.pid))
+
+
 SEATS = """
 import json, os, sys, time
 import ray

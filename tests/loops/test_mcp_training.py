@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from posttrain.boundary.processes import living
 from posttrain.envs.tiny_world import train_rows
 from posttrain.loops import rl
 from posttrain.runs.trajectories import read_trajectories
 from posttrain.tools.guards import Guard
-from posttrain.tools.processes import living
 from posttrain.trajectory import CallStatus, Source, Trajectory
 
 from .toy import toy_config

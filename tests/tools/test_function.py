@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tests.tools import functions
 
+from posttrain.boundary.processes import living, wait_gone
 from posttrain.task import EpisodeInvalid
 from posttrain.tools import FunctionTool, ToolDefinitionError, ToolError, ToolResult, function_tool
 from posttrain.tools.function import importable
-from posttrain.tools.processes import living, wait_gone
 from posttrain.trajectory import CallStatus
 
 

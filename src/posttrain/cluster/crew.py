@@ -33,7 +33,7 @@ from posttrain.cluster.answering import Answering
 from posttrain.cluster.asking import PoolSampler
 from posttrain.cluster.giving import PoolPublisher
 from posttrain.cluster.line import Exchange, Line
-from posttrain.cluster.pool import Pool
+from posttrain.cluster.pool import LAST_SECONDS, Pool
 from posttrain.cluster.sampler import SpreadSampler
 from posttrain.cluster.watch import Watch
 from posttrain.config import ClusterConfig, RLConfig
@@ -130,8 +130,9 @@ class Crew:
         if self.pool is not None:
             self.pool.close()
             collect()
+        until = time.monotonic() + LAST_SECONDS
         for line in self.lines:
-            line.close()
+            line.close(until - time.monotonic())
 
 
 def weights_folder(config: RLConfig) -> Path:

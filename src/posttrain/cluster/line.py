@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -45,7 +46,9 @@ class Line:
         self._socket = connection
         self._read = connection.makefile("rb")
         self._sending = threading.Lock()
+        self._unsent = deque[bytes]()  # what the kernel had no room for
         self._reader: threading.Thread | None = None
+        self._writer: threading.Thread | None = None  # while something is unsent
 
     @classmethod
     def call(cls, address: tuple[str, int], secret: str, rank: int) -> Self:
@@ -56,12 +59,36 @@ class Line:
         return line
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises RankLost when nobody is there any more."""
+        """Waits for nobody: what the other end does not read yet is sent on a thread, in the order of the calls. Raises
+        RankLost when nobody is there any more."""
+        said, sent = json.dumps(message).encode() + b"\n", 0
+        with self._sending:
+            if self._unsent:
+                self._unsent.append(said)
+                return
+            try:
+                sent = self._socket.send(said, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise RankLost(f"{self} is gone ({error})") from error
+            if sent < len(said):
+                self._unsent.append(said[sent:])
+                self._writer = threading.Thread(target=self._send_rest, name=f"to {self}", daemon=True)
+                self._writer.start()
+
+    def _send_rest(self) -> None:
+        left = True
         try:
+            while left:
+                self._socket.sendall(self._unsent[0])
+                with self._sending:
+                    self._unsent.popleft()
+                    left = bool(self._unsent)  # if not, the next that is too much starts another thread
+        except OSError:
             with self._sending:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            raise RankLost(f"{self} is gone ({error})") from error
+                self._unsent.clear()
+            self._hang_up()  # whoever listens hears it
 
     def receive(self, most: int = -1) -> dict[str, Any] | None:
         """The next message; None when the other end is closed, and for one of more than `most` bytes."""
@@ -112,14 +139,20 @@ class Line:
         if self._reader is not None:
             self._reader.join(max(0.0, seconds))
 
-    def close(self) -> None:
-        """Both ends hear it."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        if self._reader is not None and self._reader is not threading.current_thread():
-            self._reader.join()
+    def close(self, patience: float = 0.0) -> None:
+        """Both ends hear it. patience: seconds in which what is unsent may still be sent."""
+        if self._writer is not None:
+            self._writer.join(max(0.0, patience))
+        self._hang_up()
+        for thread in (self._reader, self._writer):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
         self._read.close()
         self._socket.close()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class Exchange:

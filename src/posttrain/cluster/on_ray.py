@@ -10,6 +10,7 @@ what trains is the same program. Run directory, config and data must lie where e
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -18,11 +19,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.cluster.beside import NO_SAMPLERS, Beside, Samplers, Wish, Wishes, calls_at
-from posttrain.cluster.launch import GRACE_SECONDS
+from posttrain.cluster.launch import GRACE_SECONDS, INTERRUPT_SECONDS
 from posttrain.cluster.seat import Place, Seat
 from posttrain.cluster.verdict import LEADER_GONE, last_lines, verdict
 from posttrain.config import ClusterConfig, ConfigError
@@ -171,22 +173,22 @@ class _Launch:
             statuses = [seat.status or 0 for seat in self._ranks]
             return verdict(statuses, lambda rank: last_lines(self._ranks[rank].said) if rank else "")
         except KeyboardInterrupt:
-            self._ray.get(self._ranks[0].actor.tell.remote(signal.SIGINT))
-            self._until_ended(beside)
+            with suppress(KeyboardInterrupt):
+                self._ranks[0].actor.tell.remote(signal.SIGINT)
+                self._until_ended(beside, time.monotonic() + INTERRUPT_SECONDS)
             return 128 + signal.SIGINT
 
-    def _until_ended(self, beside: Beside) -> int | None:
-        """Once a rank has failed, the others get some seconds to end by themselves, and are ended then. Not None: the
-        samplers cannot go on."""
-        until: float | None = None
+    def _until_ended(self, beside: Beside, until: float = math.inf) -> int | None:
+        """Until then, by the monotonic clock, and once a rank has failed for some seconds more, ranks may end by
+        themselves; they are ended then. Not None: the samplers cannot go on."""
         while any(seat.status is None for seat in self._ranks):
             self._look_at_ranks()
             self._grant(self._wishes.due(self._ranks[0].wishes))
             if any(seat.status for seat in self._ranks):
-                until = until or time.monotonic() + GRACE_SECONDS
+                until = min(until, time.monotonic() + GRACE_SECONDS)
             elif (status := self._look_at_samplers(beside)) is not None:
                 return status
-            if until is not None and time.monotonic() > until:
+            if time.monotonic() > until:
                 for seat in [seat for seat in self._ranks if seat.status is None]:
                     seat.actor.tell.remote(signal.SIGKILL)
                     seat.status = LEADER_GONE  # ended by us: not the one to blame

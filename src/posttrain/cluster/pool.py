@@ -200,7 +200,7 @@ class Pool:
         for member in there:
             if member not in idle:
                 member.line.wait_for_end(until - time.monotonic())
-            member.line.close()
+            member.line.close(until - time.monotonic())
 
     def _hear(self, member: Member, said: Mapping[str, Any] | None) -> None:
         """Runs on the line's thread."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO
 
@@ -58,14 +59,15 @@ class Seat:
         self._output.close()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         environment = environment_of(place) | {WISHES: str(self._told)}
-        self._process = subprocess.Popen(
-            list(command),
-            env=environment,
-            cwd=folder,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            pass_fds=(self._told,),
-        )
+        with _interruptible():
+            self._process = subprocess.Popen(
+                list(command),
+                env=environment,
+                cwd=folder,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(self._told,),
+            )
 
     def state(self, seen: int, heard: int = 0) -> Seen:
         """seen: bytes of its output that are known; heard: how many of its wishes. Whoever asked may not wait for the
@@ -80,3 +82,13 @@ class Seat:
         here = self._process
         if here is not None and here.poll() is None and process in (None, here.pid):
             here.send_signal(number)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ray blocks the interrupt in its processes, and what they start inherits that: rank 0 would never hear of one."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

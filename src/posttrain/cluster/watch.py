@@ -45,9 +45,7 @@ class Watch:
         limit = self._settings.heartbeat_seconds
         for member in [] if self._pool is None else self._pool.members():
             if self._pool is not None and now - member.line.heard > limit:
-                # on another thread: what it had to do is sent to others, and one of these may hang, too
-                why = _silence(member.line, now, limit)
-                threading.Thread(target=self._pool.lose, args=(member, why), name="lost", daemon=True).start()
+                self._pool.lose(member, _silence(member.line, now, limit))
         for line in self._ranks:
             if now - line.heard > limit and line.rank not in self._named:
                 self._named.add(line.rank)
@@ -56,7 +54,8 @@ class Watch:
         moved = self._moved()
         if now - max(moved, self._said) > self._settings.stall_seconds:
             self._said = now
-            log.warning("nothing has moved for %.0f s. %s", now - moved, "; ".join(self.report(now)))
+            said = [*self.report(now), *self._remedies(now)]
+            log.warning("nothing has moved for %.0f s. %s", now - moved, "; ".join(said))
 
     def report(self, now: float) -> list[str]:
         """Who is there, what each does, and who has requests of the rollout."""
@@ -73,6 +72,17 @@ class Watch:
         if "" in requests:
             lines.append(f"{requests[''][0]} requests wait for a sampler")
         return lines
+
+    def _remedies(self, now: float) -> list[str]:
+        """For samplers that live and answer nothing: their engine may hang, or a turn may take that long."""
+        late, waiting = now - self._settings.stall_seconds, self.waiting()
+        remedies: list[str] = []
+        for member in [] if self._pool is None else self._pool.members():
+            if str(member) in waiting and waiting[str(member)][1] < late:
+                host = str(member.line.said.get("machine", "")).partition(" ")[0]
+                kill = f"kill -9 {member.line.process} on {host}"
+                remedies.append(f"if {member} hangs, {kill}: it is replaced, and what it has is asked again")
+        return remedies
 
     def _moved(self) -> float:
         lines = [*self._ranks, *([] if self._pool is None else [m.line for m in self._pool.members()])]

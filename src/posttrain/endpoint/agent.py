@@ -13,17 +13,19 @@ import json
 import os
 import secrets
 import shlex
-import signal
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from posttrain.boundary.leash import on_leash
+from posttrain.boundary.processes import TOKEN, kill_tree
 from posttrain.chat.calls import SYNTAXES
 from posttrain.deadline import in_thread
 from posttrain.location import did_you_mean, locate
 from posttrain.task import EpisodeInvalid, Task
-from posttrain.tools.processes import TOKEN, kill_tree, living
 
 OUTPUT_CHARS = 65536  # of a program's output that are kept as its answer
+END_SECONDS = 5.0  # for a program and all that it has started to be killed
 ERROR_LINES = 20  # of a failing program's standard error that are shown
 OtherSampling = Literal["refuse", "ignore", "exclude"]
 
@@ -109,36 +111,37 @@ async def _run_command(command: list[str], task: Task, base_url: str, api_key: s
     filled = [part.replace("{id}", task.id).replace("{prompt}", prompt) for part in command]
     token = secrets.token_hex(16)
     address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": api_key}
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *filled,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **address, TOKEN: token},
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise EpisodeInvalid("agent_error", f"{filled[0]} cannot be started: {error}") from error
+    if shutil.which(filled[0]) is None:
+        raise EpisodeInvalid("agent_error", f"{filled[0]} cannot be started: there is no such program")
+    process = await asyncio.create_subprocess_exec(
+        *on_leash(*filled),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **address, TOKEN: token},
+        start_new_session=True,
+    )
     try:
         out, err = await process.communicate(json.dumps(_as_json(task)).encode())
     finally:
-        _end(process, token)
-        await process.wait()
+        await _end(process, token)
     if process.returncode != 0:
         tail = "\n".join(err.decode("utf-8", "replace").splitlines()[-ERROR_LINES:])
         raise EpisodeInvalid("agent_error", f"{filled[0]} ended with exit code {process.returncode}: {tail}")
     return out.decode("utf-8", "replace").strip()[-OUTPUT_CHARS:]
 
 
-def _end(process: asyncio.subprocess.Process, token: str) -> None:
-    """Nothing of it is left running, also when it ended itself and left children behind."""
-    if process.returncode is None:
-        kill_tree(process.pid, token)
-        return
-    for pid in living(token):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+async def _end(process: asyncio.subprocess.Process, token: str) -> None:
+    """Nothing of it is left running: its leash sees to that, unless that hangs or was killed itself."""
+    try:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, TimeoutError):
+                process.terminate()
+                await asyncio.wait_for(process.wait(), END_SECONDS)
+    finally:
+        if process.returncode is None or process.returncode < 0:
+            kill_tree(process.pid, token)
+    await process.wait()
 
 
 def _as_json(task: Task) -> Mapping[str, Any]:

@@ -5,17 +5,13 @@ Threads and signals cannot end `9**9**9**9`; a process can be ended. Everything 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from posttrain.boundary.pipes import receive, send
+from posttrain.boundary.processes import kill_tree
+from posttrain.boundary.workers import WorkerProcess
 from posttrain.rewards.functions import FunctionSpec, RewardError
 from posttrain.task import Invalid, Outcome, Task
 from posttrain.trajectory import Episode
@@ -36,15 +32,8 @@ class Worker:
     """One process that holds one function. Raises RewardError when the function cannot be loaded there."""
 
     def __init__(self, spec: FunctionSpec) -> None:
-        paths = [os.path.abspath(path) for path in sys.path]  # '' is the working folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "posttrain.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C is for the parent; and children of the function die with it
-        )
-        self.kill = weakref.finalize(self, _kill, self._process)  # also runs when this program ends
+        self._worker = WorkerProcess("posttrain.rewards.worker")
+        self.kill = self._worker.kill
         try:
             kind, detail = self._exchange(spec, STARTUP_SECONDS)
         except WorkerDied as error:
@@ -55,7 +44,7 @@ class Worker:
 
     def evaluate(self, episodes: Sequence[Episode], task: Task, seconds: float) -> list[Outcome]:
         """Raises WorkerDied (the worker is gone), or RewardError on a wrong count of values."""
-        kind, content = self._exchange((list(episodes), task, seconds), seconds)
+        kind, content = self._exchange((list(episodes), task), seconds)
         if kind == "count":
             raise RewardError(content)
         if kind == "unpicklable":
@@ -64,23 +53,20 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        return self.kill.alive and self._process.poll() is None
+        return self._worker.is_alive
 
     def _exchange(self, message: Any, seconds: float) -> tuple[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None, "opened with a pipe"
-        assert stdout is not None, "opened with a pipe"
-        expired = threading.Event()
-        timer = threading.Timer(seconds, lambda: (expired.set(), _signal(self._process)))
+        expired, process = threading.Event(), self._worker.process
+        timer = threading.Timer(seconds, lambda: (expired.set(), kill_tree(process.pid, self._worker.token)))
         timer.daemon = True
         timer.start()
         try:
-            send(stdin, message)  # type: ignore[arg-type]
-            return receive(stdout)  # type: ignore[arg-type]
+            send(self._worker.requests, message)
+            return receive(self._worker.replies)
         except (EOFError, BrokenPipeError):
-            self._process.wait()
+            process.wait()
             self.kill()
-            raise WorkerDied(expired.is_set(), self._process.returncode) from None
+            raise WorkerDied(expired.is_set(), process.returncode) from None
         finally:
             timer.cancel()
 
@@ -124,23 +110,3 @@ def _invalid(error: WorkerDied, location: str, seconds: float) -> Invalid:
     if error.timed_out:
         return Invalid("reward_timeout", f"reward {location} took longer than {seconds} s and was killed")
     return Invalid("reward_crashed", f"the process of reward {location} {error}")
-
-
-def _signal(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and all that it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends and reaps the process and closes its pipes."""
-    if process.poll() is None:
-        _signal(process)
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()

@@ -1,38 +1,29 @@
-"""The process in which a user's reward function runs, so that it can be killed: `python -m posttrain.rewards.worker`.
+"""The process in which a user's reward function runs, so that it can be killed: `main` is started by
+`posttrain.rewards.isolation`.
 
 Speaks with its parent over stdin and stdout: first a FunctionSpec, answered by ("ready", None) or ("error", text); then
-any number of (episodes, task, seconds), answered by ("outcomes", [...]), ("count", text) or ("unpicklable", text). What
-the function prints goes to stderr. The process ends with its parent.
+any number of (episodes, task), answered by ("outcomes", [...]), ("count", text) or ("unpicklable", text). What the
+function prints goes to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import sys
-import threading
-import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from posttrain.boundary.pipes import claim_standard_streams, receive, send
+from posttrain.boundary.workers import end_with_parent
 from posttrain.rewards.functions import FunctionSpec, RewardError, RewardFunction
 from posttrain.task import Task
 from posttrain.trajectory import Episode
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None
-
-_CPU_GRACE_SECONDS = 30
-
 
 def main() -> None:
+    end_with_parent()
     requests, replies = claim_standard_streams()
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     spec: FunctionSpec = receive(requests)
     try:
         function = spec.load()
@@ -42,8 +33,7 @@ def main() -> None:
     send(replies, ("ready", None))
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            episodes, task, seconds = receive(requests)
-            _limit_cpu(seconds)
+            episodes, task = receive(requests)
             send(replies, _reply(function, episodes, task))
 
 
@@ -57,24 +47,3 @@ def _reply(function: RewardFunction, episodes: Sequence[Episode], task: Task) ->
     except Exception as error:
         return "unpicklable", f"the reward function's result cannot leave its process: {error!r}"
     return "outcomes", outcomes
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
-def _limit_cpu(seconds: float) -> None:
-    """A call that holds the interpreter lock also holds the thread above: the kernel ends it if the parent is gone."""
-    if resource is None:
-        return
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    allowed = int(usage.ru_utime + usage.ru_stime + seconds * (os.cpu_count() or 1)) + _CPU_GRACE_SECONDS
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    if hard == resource.RLIM_INFINITY or allowed < hard:
-        resource.setrlimit(resource.RLIMIT_CPU, (allowed, hard))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from posttrain.boundary.pipes import receive, send
+from posttrain.boundary.workers import WorkerProcess
 from posttrain.deadline import in_thread
-from posttrain.tools.processes import TOKEN, kill_tree
 from posttrain.tools.protocol import ToolError, ToolResult
 from posttrain.tools.schema import ToolDefinitionError
-from posttrain.tools.worker import PARENT_PIPE, WorkerJob
+from posttrain.tools.worker import WorkerJob
 from posttrain.trajectory import CallStatus
 
 _CRASHES = {
@@ -43,41 +40,29 @@ class Worker:
     """One process. Starting it and talking to it block."""
 
     def __init__(self, job: WorkerJob) -> None:
-        self.token = secrets.token_hex(8)
-        reading, self._life = os.pipe()  # the worker ends when our end of this pipe is closed
-        paths = [os.path.abspath(path) for path in sys.path]  # '' is the working folder
-        marks = {TOKEN: self.token, PARENT_PIPE: str(reading), "PYTHONPATH": os.pathsep.join(paths)}
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", "from posttrain.tools.worker import main; main()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, **marks},
-                pass_fds=(reading,),
-                start_new_session=True,  # Ctrl-C is for the parent
-            )
-        finally:
-            os.close(reading)
-        self.kill = weakref.finalize(self, _kill, self._process, self.token, self._life)  # also at the program's end
+        self._worker = WorkerProcess("posttrain.tools.worker")
+        self.kill = self._worker.kill
         self._load(job)
 
     @property
+    def token(self) -> str:
+        return self._worker.token
+
+    @property
     def is_alive(self) -> bool:
-        return self.kill.alive and self._process.poll() is None
+        return self._worker.is_alive
 
     def exchange(self, message: Any) -> Any:
         """The worker's answer. Raises WorkerDied, also when another thread kills it meanwhile."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None, "opened with a pipe"
-        assert stdout is not None, "opened with a pipe"
         try:
-            send(stdin, message)  # type: ignore[arg-type]
-            return receive(stdout)  # type: ignore[arg-type]
+            send(self._worker.requests, message)
+            return receive(self._worker.replies)
         except (EOFError, OSError, ValueError):
+            process = self._worker.process
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5.0)
+                process.wait(5.0)
             self.kill()
-            raise WorkerDied(self._process.returncode) from None
+            raise WorkerDied(process.returncode) from None
 
     def _load(self, job: WorkerJob) -> None:
         try:
@@ -177,14 +162,3 @@ def _reason(returncode: int | None) -> str:
     except ValueError:
         name = f"signal {-returncode}"
     return f"{name}: {_CRASHES[name]}" if name in _CRASHES else name
-
-
-def _kill(process: subprocess.Popen[bytes], token: str, life: int) -> None:
-    """Ends and reaps the process, its children, and closes its pipes."""
-    kill_tree(process.pid, token)
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-    os.close(life)

@@ -2,25 +2,22 @@
 
 Speaks with its parent over stdin and stdout: first a WorkerJob, answered by None or a text that says why it cannot be
 loaded; then any number of argument dicts, each answered by a ToolResult or an exception. What the tool prints goes to
-stderr. It ends with its parent, even in the midst of a call, and so does all that it started.
+stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import pickle
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from posttrain.boundary.pipes import claim_standard_streams, receive, send
+from posttrain.boundary.workers import end_with_parent
 from posttrain.location import locate
 from posttrain.tools.invoke import as_error, as_result
-from posttrain.tools.processes import TOKEN, kill_tree
 from posttrain.tools.protocol import ToolError
 from posttrain.tools.schema import Signature
 from posttrain.trajectory import CallStatus
@@ -29,9 +26,6 @@ try:
     import resource
 except ImportError:  # not on Windows
     resource = None
-
-PARENT_PIPE = "POSTTRAIN_PARENT_PIPE"  # environment variable: number of the descriptor that ends with the parent
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +45,7 @@ class WorkerJob:
 
 
 def main() -> None:
-    _adopt_orphans()
-    _end_with_parent()
+    end_with_parent()
     requests, replies = claim_standard_streams()
     job: WorkerJob = receive(requests)
     try:
@@ -78,32 +71,6 @@ def _answer(replies: BinaryIO, name: str, call: Callable[[Mapping[str, Any]], An
     except Exception as error:
         reply = ToolError(CallStatus.FAILED, f"the result of {name} cannot leave its process: {error}")
     send(replies, reply)
-
-
-def _adopt_orphans() -> None:
-    """Children that leave their parent become ours instead of init's, so that they are found and killed."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _end_with_parent() -> None:
-    """A watcher beside the worker reads a pipe that ends when the parent does.
-
-    A thread could not: a call that holds the interpreter lock, such as `9**9**9**9`, would hold it too.
-    """
-    pipe = int(os.environ.pop(PARENT_PIPE, "-1"))
-    if pipe < 0 or not hasattr(os, "fork"):
-        return
-    worker = os.getpid()
-    if os.fork():
-        os.close(pipe)
-        return
-    for stream in (0, 1, 2):  # the worker's end must be seen when it dies
-        os.close(stream)
-    os.read(pipe, 1)
-    kill_tree(worker, os.environ.get(TOKEN, ""))
-    os._exit(1)
 
 
 def _limit_memory(size: int | None) -> None:

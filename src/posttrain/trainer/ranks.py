@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 PATIENCE = timedelta(minutes=30)  # the longest that one rank may keep the others waiting in a collective
-LETTING_GO_SECONDS = 0.1
+LETTING_GO_SECONDS = 0.2
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from posttrain.boundary.processes import TOKEN, living, wait_gone
 from posttrain.tools.mcp.client import McpTool, McpToolError, open_mcp_tools
 from posttrain.tools.mcp.config import McpServerConfig
 from posttrain.tools.online.service import NotConfigured
-from posttrain.tools.processes import TOKEN, living, wait_gone
 from posttrain.tools.protocol import ToolError, ToolResult
 from posttrain.trajectory import CallStatus
 
@@ -195,6 +195,7 @@ def test_the_policy_reads_no_path_and_no_secret(monkeypatch: pytest.MonkeyPatch)
         seen = json.loads((await tools["who"].call({})).text)["env"]
         assert (seen["ODD_API_KEY"], seen["COLOUR"]) == ("key-0123456789", "red")
         assert "SERPER_API_KEY" not in seen
+        assert "PYTHONPATH" not in seen, "our packages may be of another Python than the server's"
         error = await failure(tools["die"].call({}))
         assert error.message == "the MCP server ended during the call"
         assert "key-0123456789" not in repr(error) + str(error.__notes__)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import sys
 import tempfile
 import threading
 import time
@@ -28,11 +27,11 @@ from fastmcp.client.transports import ClientTransport, StdioTransport, Streamabl
 from fastmcp.exceptions import FastMCPError
 from mcp.shared.exceptions import MCPError
 
+from posttrain.boundary.leash import on_leash, sweep
+from posttrain.boundary.processes import TOKEN
 from posttrain.boundary.redaction import redacted
 from posttrain.deadline import in_thread
 from posttrain.tools.mcp.config import McpServerConfig
-from posttrain.tools.mcp.leash import sweep
-from posttrain.tools.processes import TOKEN
 from posttrain.tools.protocol import ToolError
 from posttrain.trajectory import CallStatus
 
@@ -260,10 +259,10 @@ class _Link:
             )
         assert config.command is not None, "a server has a url or a command"
         environment = {"LANG": "C.UTF-8", **config.child_environment(), TOKEN: self.token or ""}
-        environment["PYTHONPATH"] = _with_our_package(environment.get("PYTHONPATH"))
+        program, *arguments = on_leash(config.command, *config.args)
         return StdioTransport(
-            sys.executable,
-            ["-m", "posttrain.tools.mcp.leash", config.command, *config.args],
+            program,
+            arguments,
             env=environment,
             cwd=None if config.cwd is None else str(config.cwd),
             keep_alive=False,
@@ -305,12 +304,6 @@ class _Link:
 def _is_end(error: MCPError) -> bool:
     """The client's own error for a connection that has ended; servers use the same code for errors of theirs."""
     return error.code == mcp_types.CONNECTION_CLOSED and error.message.strip().lower() == "connection closed"
-
-
-def _with_our_package(path: str | None) -> str:
-    """The leash is found wherever this package was imported from; the child may see it, too."""
-    ours = str(Path(__file__).resolve().parents[3])
-    return ours if not path else f"{path}:{ours}"
 
 
 def _remove(folder: Path) -> None:

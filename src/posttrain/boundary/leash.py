@@ -1,6 +1,5 @@
-"""Runs a command that ends when its starter does, with everything the command has started. Standard library only.
-
-    python -m posttrain.tools.mcp.leash COMMAND ARGS...
+"""Runs a foreign command that ends when its starter does, with everything the command has started. Standard library
+only. (A worker process of ours needs no other process around it: `workers`.)
 
 Standard input, output and errors are the command's own. A starter that is killed cannot end its children; this process
 sees that it has a new parent, and does it.
@@ -13,16 +12,26 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
-from posttrain.tools.processes import TOKEN, kill_tree, living
+from posttrain.boundary.processes import TOKEN, kill_tree, living
 
 CHECK_SECONDS = 0.25
 NOT_STARTED = 127
+KILLED = 128  # and the signal's number, as in a shell
 _ROUNDS = 20
+_START = "import sys; sys.path.append({root!r}); from posttrain.boundary.leash import main; sys.exit(main({starter}))"
 
 
-def main() -> int:
-    starter = os.getppid()
+def on_leash(*command: str) -> list[str]:
+    """What to start in this process instead of the command. Only the command hears of PYTHONPATH and the like: it may
+    be of another Python, to which our packages mean nothing."""
+    root = str(Path(__file__).resolve().parents[2])
+    return [sys.executable, "-I", "-S", "-c", _START.format(root=root, starter=os.getpid()), *command]
+
+
+def main(starter: int) -> int:
+    """starter: process id. The command is in the arguments."""
     told_to_end = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter
     signal.signal(signal.SIGTERM, lambda number, _: told_to_end.append(number))
@@ -38,7 +47,7 @@ def main() -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = child.wait(CHECK_SECONDS)
             sweep(os.environ.get(TOKEN))
-            return code
+            return code if code >= 0 else KILLED - code
         if told_to_end or os.getppid() != starter:
             kill_tree(child.pid, os.environ.get(TOKEN, "none"))
             return 1
@@ -53,7 +62,3 @@ def sweep(token: str | None) -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
