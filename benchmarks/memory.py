@@ -33,7 +33,7 @@ from benchmarks.work import HALF_B, TINY, WORKS
 
 from posttrain.cluster.launch import launch_local
 from posttrain.config import RLConfig
-from posttrain.loops.credit import Lesson, credited
+from posttrain.loops.credit import PackedStep, credited
 from posttrain.loops.data_parallel import dealt
 from posttrain.loops.learner import Learner, Models
 from posttrain.loops.room import layout_of, setup_of
@@ -218,9 +218,9 @@ def case_on_this_rank(case: Case, device: str, folder: Path) -> dict[str, Any]:
     config = case.config(folder, device)
     ranks = join_ranks(torch.device(device))
     learner = Models(config, optimizer_steps=1000).load(ranks)
-    lesson = Lesson.of(case.episodes())
-    one_update(learner, lesson)  # moments, compilers
-    peak, parts = (measured_on_cpu if device == "cpu" else measured_on_gpu)(learner, lesson)
+    packed = PackedStep.of(case.episodes())
+    one_update(learner, packed)  # moments, compilers
+    peak, parts = (measured_on_cpu if device == "cpu" else measured_on_gpu)(learner, packed)
     hand = dealt([len(part) for part in parts], learner.data_parallel_size)[learner.data_parallel_rank]
     layout = layout_of(config, device, ranks.size)
     setup = replace(
@@ -246,27 +246,27 @@ def line(measured: int, planned: int) -> dict[str, Any]:
     }
 
 
-def one_update(learner: Learner, lesson: Lesson) -> list[Batch]:
+def one_update(learner: Learner, packed: PackedStep) -> list[Batch]:
     """An update as the loop makes it, but for old log-probs, which the first one leaves; its micro-batches."""
-    batch = credited(Lesson(lesson.batch, lesson.truncated), learner)
+    batch = credited(PackedStep(packed.batch, packed.truncated), learner)
     done = update(learner, batch, step=1)
     return done[-1].parts
 
 
-def measured_on_gpu(learner: Learner, lesson: Lesson) -> tuple[int, list[Batch]]:
+def measured_on_gpu(learner: Learner, packed: PackedStep) -> tuple[int, list[Batch]]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    parts = one_update(learner, lesson)
+    parts = one_update(learner, packed)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated(), parts
 
 
-def measured_on_cpu(learner: Learner, lesson: Lesson) -> tuple[int, list[Batch]]:
+def measured_on_cpu(learner: Learner, packed: PackedStep) -> tuple[int, list[Batch]]:
     """What models and optimizers hold, and the highest sum of what torch's allocator gave since."""
     held = held_bytes(learner)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        parts = one_update(learner, lesson)
+        parts = one_update(learner, packed)
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     steps = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

@@ -27,7 +27,7 @@ import torch
 
 from posttrain.cluster.launch import launch_local
 from posttrain.config import RLConfig, parse_config
-from posttrain.loops.credit import Lesson, credited
+from posttrain.loops.credit import PackedStep, credited
 from posttrain.loops.learner import Learner, Models
 from posttrain.loops.update import update
 from posttrain.task import Score
@@ -127,10 +127,10 @@ def as_rank(given: argparse.Namespace) -> None:
 
 
 def one_round(learner: Learner, made: list[Trajectory], number: int) -> float:
-    lesson = Lesson.of(made)
+    packed = PackedStep.of(made)
     wait(learner)
     started = time.perf_counter()
-    update(learner, credited(lesson, learner), step=number + 1)
+    update(learner, credited(packed, learner), step=number + 1)
     learner.publish()
     wait(learner)
     return time.perf_counter() - started

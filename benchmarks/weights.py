@@ -31,12 +31,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.tiny import write_model
 
-from posttrain.cluster.asking import PoolSampler
-from posttrain.cluster.beside import CALLS, SECRET, Samplers
-from posttrain.cluster.giving import PoolPublisher
-from posttrain.cluster.line import Exchange
+from posttrain.cluster.channel import ChannelServer
 from posttrain.cluster.pool import Pool, State
+from posttrain.cluster.remote_sampler import PoolSampler
 from posttrain.cluster.start import devices_for
+from posttrain.cluster.supervisor import CALLS, SECRET, Samplers
+from posttrain.cluster.weight_sender import PoolPublisher
 from posttrain.config import ClusterConfig, ModelConfig, SamplerConfig
 from posttrain.packing import Batch
 from posttrain.trainer.policy import Policy
@@ -66,12 +66,12 @@ def random_model(folder: Path, layers: int, width: int, device: str) -> Policy:
 @contextmanager
 def samplers(cluster: ClusterConfig, device: str) -> Iterator[Pool]:
     """As a launcher would start them."""
-    exchange, count = Exchange("127.0.0.1"), cluster.samplers
-    calls = {CALLS: "{}:{}".format(*exchange.address), SECRET: exchange.secret}
+    server, count = ChannelServer("127.0.0.1"), cluster.samplers
+    calls = {CALLS: "{}:{}".format(*server.address), SECRET: server.secret}
     devices = devices_for(1, count, colocated=cluster.colocated) if device == "cuda" else ()
     started = Samplers(count=count, command=COMMAND, devices=devices)
-    pool = Pool(exchange, cluster, lambda line: None)
-    exchange.keep_answering("sampler", pool.admit)
+    pool = Pool(server, cluster, lambda channel: None)
+    server.keep_answering("sampler", pool.admit)
     running = [subprocess.Popen(COMMAND, env=os.environ | calls | started.place(n, count)) for n in range(count)]
     try:
         yield pool

@@ -1,4 +1,4 @@
-"""Samplers apart, for tests: processes forked from a server that has imported torch, started again when wished."""
+"""Samplers apart, for tests: processes forked from a server that has imported torch, started again on request."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from forked import server
-from posttrain.cluster.asking import PoolSampler
-from posttrain.cluster.beside import CALLS, SAMPLER, SECRET
-from posttrain.cluster.crew import Crew
-from posttrain.cluster.giving import PoolPublisher
-from posttrain.cluster.line import Exchange, Line
+from posttrain.cluster.channel import Channel, ChannelServer
 from posttrain.cluster.pool import Pool, State
+from posttrain.cluster.remote_sampler import PoolSampler
 from posttrain.cluster.serving import serve
-from posttrain.cluster.watch import Watch
+from posttrain.cluster.supervisor import CALLS, SAMPLER, SECRET
+from posttrain.cluster.watchdog import Watchdog
+from posttrain.cluster.weight_sender import PoolPublisher
+from posttrain.cluster.worker_group import WorkerGroup
 from posttrain.config import ClusterConfig, ModelConfig, SamplerConfig
 from posttrain.packing import Batch
 from posttrain.trainer.policy import Policy
@@ -32,7 +32,7 @@ MODEL = ModelConfig(path="tiny_search_base")
 
 
 class Processes:
-    """Starts samplers, and another one for each that is wished away."""
+    """Starts samplers, and another one for each whose end is requested."""
 
     def __init__(self, folder: Path, address: tuple[str, int], secret: str, count: int) -> None:
         self._folder, self._address, self._secret = folder, address, secret
@@ -75,19 +75,19 @@ class Pooled:
     """A pool and its processes, for a run that is led here."""
 
     def __init__(self, folder: Path, settings: ClusterConfig) -> None:
-        exchange = Exchange("127.0.0.1")
-        self.processes = Processes(folder, exchange.address, exchange.secret, settings.samplers)
+        server = ChannelServer("127.0.0.1")
+        self.processes = Processes(folder, server.address, server.secret, settings.samplers)
         self.replaced: list[int] = []
-        self.pool = Pool(exchange, settings, self._replace)
-        exchange.keep_answering("sampler", self.pool.admit)
+        self.pool = Pool(server, settings, self._replace)
+        server.keep_answering("sampler", self.pool.admit)
 
     def close(self) -> None:
         self.pool.close()
         self.processes.end()
 
-    def _replace(self, line: Line) -> None:
-        self.replaced.append(line.rank)
-        threading.Thread(target=self.processes.replace, args=(line.rank, line.process), daemon=True).start()
+    def _replace(self, channel: Channel) -> None:
+        self.replaced.append(channel.rank)
+        threading.Thread(target=self.processes.replace, args=(channel.rank, channel.process), daemon=True).start()
 
 
 class Apart(Pooled):
@@ -118,20 +118,20 @@ class Apart(Pooled):
         )
         begin = {"model": model.model_dump(mode="json"), "sampler": options.model_dump(mode="json"), "engines": 1}
         self.pool.begin({"do": "begin", **begin, "manifest": as_json(self.publisher.manifest)})
-        self.watch = Watch(self.pool.settings, (), self.pool)
-        self.watch.waiting = self.sampler.waiting
-        self.watch.start()
+        self.watchdog = Watchdog(self.pool.settings, (), self.pool)
+        self.watchdog.waiting = self.sampler.waiting
+        self.watchdog.start()
 
     def wait_for(self, count: int, state: State) -> None:
         self.pool.wait_for(lambda: len(self.pool.members(state)) == count)
 
     def close(self) -> None:
-        self.watch.stop()
+        self.watchdog.stop()
         self.publisher.close()
         super().close()
 
     def _note(self, do: str) -> None:
-        self.watch.ordered = do, time.monotonic()
+        self.watchdog.ordered = do, time.monotonic()
 
     @torch.no_grad()
     def _logprobs(self, batch: Batch) -> torch.Tensor:
@@ -148,10 +148,10 @@ def apart(folder: Path, count: int, **options: Any) -> Iterator[Apart]:
 
 
 @contextmanager
-def pooled(folder: Path, settings: ClusterConfig) -> Iterator[tuple[Crew, Pooled]]:
-    """Samplers apart, and the crew of a run that is led by this process and has no other ranks."""
+def pooled(folder: Path, settings: ClusterConfig) -> Iterator[tuple[WorkerGroup, Pooled]]:
+    """Samplers apart, and the worker group of a run that is led by this process and has no other ranks."""
     found = Pooled(folder, settings)
     try:
-        yield Crew(pool=found.pool), found
+        yield WorkerGroup(pool=found.pool), found
     finally:
         found.close()

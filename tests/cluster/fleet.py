@@ -10,7 +10,7 @@ from typing import Any
 
 from forked import server
 from posttrain.cluster.launch import free_port
-from posttrain.cluster.start import mustered
+from posttrain.cluster.start import connected_ranks
 from posttrain.config import RLConfig
 from posttrain.loops import rl
 
@@ -47,11 +47,11 @@ def _rank(number: int, count: int, port: int, log: Path, work: Callable[..., Non
 
 def train(config: RLConfig) -> None:
     """Starts the run, or goes on with it where there is one."""
-    with mustered(config, ranks=int(os.environ["WORLD_SIZE"])) as crew:
-        if crew is None:
+    with connected_ranks(config, ranks=int(os.environ["WORLD_SIZE"])) as workers:
+        if workers is None:
             return
         begun = (config.run.directory / "config.yaml").is_file()
-        run = rl.resume(config.run.directory, crew=crew) if begun else rl.start(config, crew=crew)
+        run = rl.resume(config.run.directory, workers=workers) if begun else rl.start(config, workers=workers)
         try:
             rl.train(run)
         finally:

@@ -47,8 +47,8 @@ def test_bound_0_is_the_synchronous_run_to_the_bit(tmp_path: Path):
         folder = tmp_path / name
         sections = {"data": {"eval": str(folder / "train.jsonl")}, "eval": {"every": 2, "max_tasks": 3}}
         config = configured(folder, staleness, run={"steps": 2}, **sections)
-        with pooled(folder, config.cluster) as (crew, _):
-            run = rl.start(config, crew=crew)
+        with pooled(folder, config.cluster) as (workers, _):
+            run = rl.start(config, workers=workers)
             rl.train(run)
             run.close()
             runs.append(run)
@@ -84,8 +84,8 @@ def test_the_only_sampler_is_killed_and_the_next_one_gets_weights_that_were_publ
     }
     sections |= {"env": PATIENT, "algorithm": {"loss": f"{__name__}:watched_loss"}}
     config = configured(tmp_path, 1, **sections)
-    with pooled(tmp_path, config.cluster) as (crew, beside):
-        run = rl.start(config, crew=crew)
+    with pooled(tmp_path, config.cluster) as (workers, beside):
+        run = rl.start(config, workers=workers)
         Patient.made = 0
         states, sampler = [weights(run)], run.sampling.sampler
         run.on_row = lambda step, row: states.append(weights(run))
@@ -128,8 +128,8 @@ def test_what_ran_ahead_in_samplers_apart_survives_kills_of_a_sampler_and_of_the
     sections = {"run": {"steps": 5}, "checkpoint": {"every": 2}, "cluster": {"colocated": True}}
     whole = trained(toy_config(tmp_path, tasks=TWELVE, run={"steps": 5, "dir": str(tmp_path / "whole")}))
     config = configured(tmp_path, 2, samplers=2, **sections)
-    with pooled(tmp_path, config.cluster) as (crew, beside):
-        run = rl.start(config, crew=crew)
+    with pooled(tmp_path, config.cluster) as (workers, beside):
+        run = rl.start(config, workers=workers)
 
         def kill(step: int, row: Any) -> None:
             if step == 1:
@@ -141,8 +141,8 @@ def test_what_ran_ahead_in_samplers_apart_survives_kills_of_a_sampler_and_of_the
         with pytest.raises(Killed):
             rl.train(run)
         run.close()
-    with pooled(tmp_path, config.cluster) as (crew, _):
-        resumed = rl.resume(config.run.directory, crew=crew)
+    with pooled(tmp_path, config.cluster) as (workers, _):
+        resumed = rl.resume(config.run.directory, workers=workers)
         assert resumed.step == 2
         assert resumed.ahead is not None
         complete = {step: making.future.result() for step, making in resumed.ahead._making.items()}

@@ -20,8 +20,8 @@ from cluster.test_ahead_apart import configured, until
 from cluster.test_restart import assert_each_once
 from loops.ahead import EPISODES
 from loops.toy import largest_change
-from posttrain.cluster.beside import CALLS, SECRET
 from posttrain.cluster.launch import free_port
+from posttrain.cluster.supervisor import CALLS, SECRET
 from posttrain.config import ConfigError, RLConfig
 
 

@@ -80,7 +80,7 @@ def test_they_sample_what_the_policy_would_and_lost_requests_are_asked_again_onc
         assert run.sampler.counters()["requests"] >= 4 * 8  # also what those did that are lost
         assert run.publisher.counts()["cluster/sampler_restarts"] == 2
         assert 2 <= run.publisher.counts()["cluster/asked_again"] <= 16
-    assert "sampler 0 is lost (its line broke)" in caplog.text
+    assert "sampler 0 is lost (its connection broke)" in caplog.text
     assert "sampler 1 is there again" in caplog.text
 
 
@@ -147,10 +147,10 @@ def test_samplers_of_another_machine_are_refused_shared_memory(tmp_path: Path):
     with apart(tmp_path, 1, transport="shared") as run:
         run.wait_for(1, State.READY)
         (member,) = run.pool.members()
-        here, member.line.said["machine"] = member.line.said["machine"], "another one"
+        here, member.channel.said["machine"] = member.channel.said["machine"], "another one"
         with pytest.raises(WeightError, match=r"shared reaches samplers.*sampler 0 on another one; set broadcast"):
             asyncio.run(run.publisher.publish())
-        member.line.said["machine"] = here
+        member.channel.said["machine"] = here
         assert asyncio.run(run.publisher.publish()).probe_gap < 1e-4
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cli_runs import command_in
 from loops.toy import metric_rows, rows, toy_config, write_rows
-from posttrain.cluster.start import mustered
+from posttrain.cluster.start import connected_ranks
 from posttrain.config import ConfigError, config_yaml
 from posttrain.loops import rl
 
@@ -77,26 +77,26 @@ def test_an_error_of_rank_0_is_said_once(
 )
 def test_teams_that_the_ranks_cannot_form_are_refused(tmp_path: Path, trainer: dict[str, int], message: str):
     """Before any of them is started."""
-    with pytest.raises(ConfigError, match=re.escape(message)), mustered(toy_config(tmp_path, trainer=trainer)):
+    with pytest.raises(ConfigError, match=re.escape(message)), connected_ranks(toy_config(tmp_path, trainer=trainer)):
         pass
 
 
 def test_ranks_that_do_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = toy_config(tmp_path, trainer={"offload": True})
-    with pytest.raises(ConfigError, match=r"trainer\.offload is for models on several ranks"), mustered(config):
+    with pytest.raises(ConfigError, match=r"trainer\.offload is for models on several ranks"), connected_ranks(config):
         pass
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     config = toy_config(tmp_path, trainer={"ranks": 2})
-    with pytest.raises(ConfigError, match=r"trainer\.ranks is 2, but 3 ranks were started"), mustered(config):
+    with pytest.raises(ConfigError, match=r"trainer\.ranks is 2, but 3 ranks were started"), connected_ranks(config):
         pass
 
 
 def test_one_process_leads_alone(tmp_path: Path):
     config = toy_config(tmp_path, run={"steps": 1})
-    with mustered(config) as crew:
-        assert crew is not None
-        run = rl.start(config, crew=crew)
+    with connected_ranks(config) as workers:
+        assert workers is not None
+        run = rl.start(config, workers=workers)
         rl.train(run)
         run.close()
     assert run.learner.sampled is run.learner.policy

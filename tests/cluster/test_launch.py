@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cluster.beside import Samplers
 from posttrain.cluster.launch import launch_local
+from posttrain.cluster.supervisor import Samplers
 
 WAIT = "\nwhile True:\n    time.sleep(0.05)\n"
 
@@ -272,7 +272,9 @@ def samplers(folder: Path, code: str, **options: int) -> Samplers:
     return Samplers(count=1, command=[sys.executable, str(path), str(folder)], **options)
 
 
-def test_a_sampler_that_is_killed_or_wished_away_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_sampler_that_is_killed_itself_or_on_request_is_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     """The first ends by itself, the second is named by rank 0, first with the process id of somebody else."""
     code = """
 if rank == 0:
@@ -281,7 +283,7 @@ if rank == 0:
             time.sleep(0.02)
         return (folder / f"began{count}").read_text().split()
     first, second = came(0), came(1)
-    os.write(int(os.environ["POSTTRAIN_WISHES"]), f"sampler 0 {first[1]}\\nsampler 0 {second[1]}\\n".encode())
+    os.write(int(os.environ["POSTTRAIN_KILL_REQUESTS"]), f"sampler 0 {first[1]}\\nsampler 0 {second[1]}\\n".encode())
     came(2)
 else:
     while not (folder / "began2").exists():
@@ -298,15 +300,16 @@ else:
 
 
 def test_a_sampler_that_fails_is_not_killed_before_it_has_said_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """Its line breaks first, so rank 0 wants it ended; killed, it would be started again."""
+    """Its connection breaks first, so rank 0 wants it ended; killed, it would be started again."""
     code = """
 while not ((folder / "began0").exists() and (folder / "began0").read_text()):
     time.sleep(0.02)
-os.write(int(os.environ["POSTTRAIN_WISHES"]), f"sampler 0 {(folder / 'began0').read_text().split()[1]}\\n".encode())
-(folder / "wished").touch()
+process = (folder / "began0").read_text().split()[1]
+os.write(int(os.environ["POSTTRAIN_KILL_REQUESTS"]), f"sampler 0 {process}\\n".encode())
+(folder / "requested").touch()
 """
     fails = (
-        "while not (folder / 'wished').exists():\n    time.sleep(0.02)\ntime.sleep(1)\nraise KeyError('no such layer')"
+        "while not (folder / 'requested').exists(): time.sleep(0.02)\ntime.sleep(1)\nraise KeyError('no such layer')"
     )
     assert launch_local(script(tmp_path, code + WAIT), 1, samplers(tmp_path, fails, restarts=9)) == 1
     said = capfd.readouterr().err

@@ -36,7 +36,7 @@ while not (folder / "over").exists():
 """
 DRIVER = """
 import sys
-from posttrain.cluster.beside import Samplers
+from posttrain.cluster.supervisor import Samplers
 from posttrain.cluster.on_ray import launch_ray
 from posttrain.config import ClusterConfig
 folder = sys.argv[1]

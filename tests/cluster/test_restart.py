@@ -127,14 +127,14 @@ def test_a_search_agent_learns_the_same_though_a_sampler_and_a_rank_are_killed(t
     (em,) = [line.split()[1] for line in out.splitlines() if line.startswith("eval/component/em ")]
     assert float(em) == alone.measured["eval/component/em"] > 0.2
     assert_each_once(run, steps, alone.plan.episodes_per_step)
-    assert "sampler 1 is lost (its line broke)" in (run / "log.txt").read_text()
+    assert "sampler 1 is lost (its connection broke)" in (run / "log.txt").read_text()
     assert not ranks_of(file)
 
 
 def test_a_rank_that_fails_by_itself_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tried: list[list[str]] = []
     monkeypatch.setattr(start, "launch_local", lambda command, *_: tried.append(list(command)) or 1)
-    with pytest.raises(SystemExit) as ended, start.mustered(toy_config(tmp_path, trainer={"ranks": 2})):
+    with pytest.raises(SystemExit) as ended, start.connected_ranks(toy_config(tmp_path, trainer={"ranks": 2})):
         pass
     assert ended.value.code == 1
     assert len(tried) == 1
@@ -145,7 +145,7 @@ def test_restarts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     killed = 128 + signal.SIGKILL
     monkeypatch.setattr(start, "launch_local", lambda command, *_: tried.append(list(command)) or killed)
     config = toy_config(tmp_path, trainer={"ranks": 2, "restarts": 2})
-    with pytest.raises(SystemExit) as ended, start.mustered(config):
+    with pytest.raises(SystemExit) as ended, start.connected_ranks(config):
         pass
     assert ended.value.code == killed
     assert len(tried) == 3
@@ -161,8 +161,8 @@ def test_what_goes_on_after_a_kill_prints_as_it_was_asked_to(tmp_path: Path, mon
     config = toy_config(tmp_path, trainer={"ranks": 2})
     config.run.directory.mkdir()
     (config.run.directory / "config.yaml").touch()
-    with start.mustered(config) as crew:
-        assert crew is None
+    with start.connected_ranks(config) as workers:
+        assert workers is None
     assert tried[1][-5:] == ["resume", str(config.run.directory), "--ranks", "2", "--json"]
 
 
@@ -180,5 +180,5 @@ def test_a_cluster_without_room_says_what_it_has(tmp_path: Path):
 @NEEDS_RAY
 def test_no_cluster_where_one_is_said_to_be(tmp_path: Path):
     config = toy_config(tmp_path, trainer={"ranks": 2}, cluster={"ray": "127.0.0.1:1"})
-    with pytest.raises(ConfigError, match=r"no Ray cluster at '127\.0\.0\.1:1'"), start.mustered(config):
+    with pytest.raises(ConfigError, match=r"no Ray cluster at '127\.0\.0\.1:1'"), start.connected_ranks(config):
         pass

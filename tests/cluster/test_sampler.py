@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from posttrain.cluster.answering import Answering
-from posttrain.cluster.crew import Crew
-from posttrain.cluster.line import Exchange, Line, RankLost
+from posttrain.cluster.channel import Channel, ChannelServer, RankLost
+from posttrain.cluster.request_handler import RequestHandler
 from posttrain.cluster.sampler import SpreadSampler, params_of, plain
+from posttrain.cluster.worker_group import WorkerGroup
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.trainer.policy import Policy
@@ -23,22 +23,22 @@ def policy() -> Policy:
     return Policy.load("tiny_search_base")
 
 
-def answer(line: Line, sampler: NativeSampler) -> None:
+def answer(channel: Channel, sampler: NativeSampler) -> None:
     """Rank 1, on a thread."""
 
     async def work() -> None:
-        answering = Answering(sampler, line)
-        while (order := await asyncio.to_thread(line.receive)) is not None:
-            answering.hear(order)
+        handler = RequestHandler(sampler, channel)
+        while (order := await asyncio.to_thread(channel.receive)) is not None:
+            handler.hear(order)
 
-    threading.Thread(target=lambda: asyncio.run(work()), daemon=True).start()  # ends with the line
+    threading.Thread(target=lambda: asyncio.run(work()), daemon=True).start()  # ends with the channel
 
 
 def tokens(count: int, first: int) -> list[int]:
     return [(first + 7 * n) % 300 + 10 for n in range(count)]
 
 
-def test_who_samples_changes_nothing(policy: Policy, pair: tuple[Line, Line]):
+def test_who_samples_changes_nothing(policy: Policy, pair: tuple[Channel, Channel]):
     here, there = pair
     answer(there, NativeSampler(policy, truncation="allow"))
     params = SamplingParams(max_new_tokens=6)
@@ -57,7 +57,7 @@ def test_who_samples_changes_nothing(policy: Policy, pair: tuple[Line, Line]):
             other.versions,
         )
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    homes = [spread._homes.prompts[tuple(p)] for p in prompts]
+    homes = [spread._routing.prompts[tuple(p)] for p in prompts]
     assert homes == [0, 0, 1, 1, 0, 0, 1, 1]  # a group stays together, ranks take turns
     counted = spread.counters()
     assert counted["requests"] == 8
@@ -65,7 +65,7 @@ def test_who_samples_changes_nothing(policy: Policy, pair: tuple[Line, Line]):
     assert counted["tokens_prefilled"] + counted["tokens_reused"] == 8 * 9  # which of them depends on what comes first
 
 
-def test_errors_of_a_rank_are_raised_where_it_was_asked(policy: Policy, pair: tuple[Line, Line]):
+def test_errors_of_a_rank_are_raised_where_it_was_asked(policy: Policy, pair: tuple[Channel, Channel]):
     here, there = pair
     answer(there, NativeSampler(policy))
     spread = SpreadSampler(NativeSampler(policy), (here,))
@@ -74,7 +74,7 @@ def test_errors_of_a_rank_are_raised_where_it_was_asked(policy: Policy, pair: tu
         asyncio.run(spread.sample([1, 999999], SamplingParams(max_new_tokens=2), seed=0))
 
 
-def test_a_rank_that_goes_ends_what_waits_for_it(policy: Policy, pair: tuple[Line, Line]):
+def test_a_rank_that_goes_ends_what_waits_for_it(policy: Policy, pair: tuple[Channel, Channel]):
     here, there = pair
     spread = SpreadSampler(NativeSampler(policy), (here,))
     spread._load[0] = 9
@@ -91,7 +91,7 @@ def test_a_rank_that_goes_ends_what_waits_for_it(policy: Policy, pair: tuple[Lin
     asyncio.run(ask())
 
 
-def test_a_cancelled_request_is_cancelled_there_too(policy: Policy, pair: tuple[Line, Line]):
+def test_a_cancelled_request_is_cancelled_there_too(policy: Policy, pair: tuple[Channel, Channel]):
     here, there = pair
     spread = SpreadSampler(NativeSampler(policy), (here,))
     spread._load[0] = 9
@@ -118,16 +118,16 @@ def test_params_travel_as_they_are():
 
 
 def test_strangers_are_not_answered():
-    exchange = Exchange("127.0.0.1")
-    found: list[tuple[Line, ...]] = []
-    waiting = threading.Thread(target=lambda: found.append(exchange.answer(1)))
+    server = ChannelServer("127.0.0.1")
+    found: list[tuple[Channel, ...]] = []
+    waiting = threading.Thread(target=lambda: found.append(server.answer(1)))
     waiting.start()
-    stranger = Line.call(exchange.address, "guess", 1)
+    stranger = Channel.call(server.address, "guess", 1)
     assert stranger.receive() is None
     stranger.close()
-    known = Line.call(exchange.address, exchange.secret, 1)
+    known = Channel.call(server.address, server.secret, 1)
     waiting.join(10)
-    assert [line.rank for line in found[0]] == [1]
+    assert [channel.rank for channel in found[0]] == [1]
     found[0][0].send({"do": "stop"})
     assert known.receive() == {"do": "stop"}
     known.close()
@@ -136,5 +136,5 @@ def test_strangers_are_not_answered():
 
 def test_one_process_has_nobody_to_ask(policy: Policy):
     local = NativeSampler(policy)
-    assert Crew().sampler(local) is local
-    Crew().order("save", object())
+    assert WorkerGroup().sampler(local) is local
+    WorkerGroup().order("save", object())

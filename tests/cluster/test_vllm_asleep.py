@@ -108,7 +108,7 @@ def test_one_that_is_replaced_amid_a_sleep_loads_its_model_when_the_others_wake(
         assert states(run) == [State.ASLEEP, State.CALLED]
 
     asyncio.run(work(two))
-    assert "sampler 0 is lost (its line broke)" in caplog.text
+    assert "sampler 0 is lost (its connection broke)" in caplog.text
     assert "rank 0 ordered sleep" in caplog.text
     assert "goes to sleep, last sign of life" in caplog.text
     assert "sampler 1 is lost (no sign of life for" in caplog.text

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from loops.toy import toy_config
 from posttrain.config import RLConfig
-from posttrain.loops.credit import Lesson, credited
+from posttrain.loops.credit import PackedStep, credited
 from posttrain.loops.learner import Models, staged
 from posttrain.loops.update import update
 from posttrain.packing import Batch
@@ -81,12 +81,12 @@ def largest_gap(one: Path, other: Path) -> float:
 
 
 def step_once(models: Models, batch: Batch, truncated: torch.Tensor, folder: Path) -> None:
-    """On every rank: loads, saves to `before`, learns a lesson, saves to `after`."""
+    """On every rank: loads, saves to `before`, learns a packed step, saves to `after`."""
     ranks = join_ranks(pick_device(models.config.model.device))
     learner = models.load(ranks)
     for name in ("before", "after"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         staged(learner)(folder / name)
         if name == "before":
-            update(learner, credited(Lesson(batch, truncated), learner), step=2)
+            update(learner, credited(PackedStep(batch, truncated), learner), step=2)
     leave_ranks()

@@ -15,7 +15,7 @@ from cluster.fleet import on_ranks, train
 from loops.toy import toy_config
 from posttrain.config import config_yaml
 from posttrain.loops.collect import usable
-from posttrain.loops.credit import Lesson
+from posttrain.loops.credit import PackedStep
 from posttrain.loops.learner import Models
 from posttrain.runs.trajectories import read_trajectories
 
@@ -93,7 +93,7 @@ def test_ranks_without_work_and_ranks_that_share_it(
     kept = usable(read_trajectories(runs / "one" / "run" / "trajectories" / "step-000001.parquet"))[:2]
     for trajectory in kept:
         trajectory.streams.clear()
-    lesson = Lesson.of(kept)
+    packed = PackedStep.of(kept)
     model = {"path": "tiny_search_base", "dtype": dtype}
     configs = {
         1: config_in(tmp_path / "one", model=model),
@@ -104,7 +104,7 @@ def test_ranks_without_work_and_ranks_that_share_it(
         ),
     }
     for count, config in configs.items():
-        place = (lesson.batch, lesson.truncated, tmp_path / f"{count}")
+        place = (packed.batch, packed.truncated, tmp_path / f"{count}")
         on_ranks(count, tmp_path / f"log {count}", step_once, Models(config, STEPS, version=4), *place)
     mine, yours = tensors(tmp_path / "1" / "after"), tensors(tmp_path / f"{ranks}" / "after")
     assert all("value_head" in name and "/master" in name for name in yours.keys() - mine.keys())

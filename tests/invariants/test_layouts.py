@@ -15,7 +15,7 @@ from cluster.fleet import on_ranks, train
 from loops.toy import toy_config
 from posttrain.config import RLConfig
 from posttrain.loops.collect import usable
-from posttrain.loops.credit import Lesson
+from posttrain.loops.credit import PackedStep
 from posttrain.loops.learner import Models
 from posttrain.runs.trajectories import read_trajectories
 
@@ -97,27 +97,27 @@ def test_a_run_goes_on_in_another_layout(base: Path, name: str):
 
 
 @pytest.fixture(scope="module")
-def lesson(base: Path) -> Lesson:
+def packed(base: Path) -> PackedStep:
     kept = usable(read_trajectories(base / "one" / "run" / "trajectories" / "step-000001.parquet"))[:5]
     for trajectory in kept:
         trajectory.streams.clear()
-    return Lesson.of(kept)
+    return PackedStep.of(kept)
 
 
 @pytest.fixture(scope="module")
-def alone(base: Path, lesson: Lesson) -> Path:
-    return updated(base, "alone", 1, {}, lesson)
+def alone(base: Path, packed: PackedStep) -> Path:
+    return updated(base, "alone", 1, {}, packed)
 
 
-def updated(base: Path, name: str, count: int, trainer: dict[str, Any], lesson: Lesson) -> Path:
+def updated(base: Path, name: str, count: int, trainer: dict[str, Any], packed: PackedStep) -> Path:
     folder = base / f"update {name}"
     models = Models(config_in(folder, trainer=trainer), STEPS, version=4)
-    on_ranks(count, folder / "log", step_once, models, lesson.batch, lesson.truncated, folder)
+    on_ranks(count, folder / "log", step_once, models, packed.batch, packed.truncated, folder)
     return folder / "after"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_team_that_shares_every_micro_batch(base: Path, alone: Path, lesson: Lesson, name: str):
-    assert largest_gap(alone, updated(base, name, *LAYOUTS[name], lesson)) < 1e-6
+def test_a_team_that_shares_every_micro_batch(base: Path, alone: Path, packed: PackedStep, name: str):
+    assert largest_gap(alone, updated(base, name, *LAYOUTS[name], packed)) < 1e-6
     moments = load_file(alone / "optimizer.safetensors")
     assert max(float(moments[key].abs().max()) for key in moments if key.endswith("exp_avg")) > 1e-3

@@ -17,7 +17,7 @@ from cluster.fleet import on_ranks, train
 from loops.toy import toy_config
 from posttrain.config import RLConfig, config_yaml
 from posttrain.loops.collect import usable
-from posttrain.loops.credit import Lesson
+from posttrain.loops.credit import PackedStep
 from posttrain.loops.learner import Models
 from posttrain.runs.trajectories import read_trajectories
 from posttrain.trainer.policy import Policy
@@ -77,9 +77,9 @@ def test_an_update_is_that_of_one_process(runs: Path, tmp_path: Path, layout: st
     kept = usable(read_trajectories(runs / "one" / "run" / "trajectories" / "step-000001.parquet"))
     for trajectory in kept:
         trajectory.streams.clear()
-    lesson = Lesson.of(kept)
+    packed = PackedStep.of(kept)
     for count, trainer in ((1, {}), (2, DIVIDED[layout])):
-        place = (lesson.batch, lesson.truncated, tmp_path / f"{count}")
+        place = (packed.batch, packed.truncated, tmp_path / f"{count}")
         models = Models(config_in(tmp_path / f"config {count}", trainer), STEPS)
         on_ranks(count, tmp_path / f"log {count}", step_once, models, *place)
     assert largest_gap(tmp_path / "1" / "before", tmp_path / "2" / "before") == 0

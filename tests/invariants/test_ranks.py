@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from cluster.fleet import on_ranks, train
 from loops.toy import toy_config
 from posttrain.loops.collect import usable
-from posttrain.loops.credit import Lesson
+from posttrain.loops.credit import PackedStep
 from posttrain.loops.learner import Models
 from posttrain.runs.checkpoint import CheckpointStore
 from posttrain.runs.trajectories import read_trajectories
@@ -84,7 +84,7 @@ def test_ranks_without_work_keep_the_others_company(runs: Path, tmp_path: Path, 
     kept = usable(read_trajectories(runs / "2" / "run" / "trajectories" / "step-000001.parquet"))[:2]
     for trajectory in kept:
         trajectory.streams.clear()
-    lesson = Lesson.of(kept)
+    packed = PackedStep.of(kept)
     checkpoint = runs / "2" / "run" / "checkpoints" / "step-4" if dtype == "float32" else None
     model = {"path": "tiny_search_base", "dtype": dtype}
     configs = {
@@ -97,8 +97,8 @@ def test_ranks_without_work_keep_the_others_company(runs: Path, tmp_path: Path, 
     }
     for count, config in configs.items():
         models = Models(config, STEPS, checkpoint, version=4)  # old log-probs are computed
-        lesson_and_place = (lesson.batch, lesson.truncated, tmp_path / f"{count}")
-        on_ranks(count, tmp_path / f"log{count}", step_once, models, *lesson_and_place)
+        packed_and_place = (packed.batch, packed.truncated, tmp_path / f"{count}")
+        on_ranks(count, tmp_path / f"log{count}", step_once, models, *packed_and_place)
     before = [tensors(tmp_path / count / "before") for count in "13"]
     shared = before[0].keys() & before[1].keys()
     assert all(torch.equal(before[0][name], before[1][name]) for name in shared)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loops.toy import metric_rows, rows, toy_config, trained, write_rows
-from posttrain.cluster import crew
+from posttrain.cluster import worker_group
 from posttrain.config import ConfigError, EvalRunConfig, RLConfig, load_config, parse_config
 from posttrain.endpoint.app import App
 from posttrain.loops import rl
@@ -46,7 +46,7 @@ def test_weights_are_published_before_every_rollout_and_old_logprobs_are_the_tra
     (tmp_path / "own").mkdir()
     (tmp_path / "shared").mkdir()
     shared = trained(toy_config(tmp_path / "shared"))
-    monkeypatch.setattr(crew, "open_sampling", _own_copy)
+    monkeypatch.setattr(worker_group, "open_sampling", _own_copy)
     own = trained(toy_config(tmp_path / "own", sampler={"engine": "vllm"}))  # by name: it rounds otherwise
     assert not own.learner.sampler_shares_weights
     assert shared.learner.sampler_shares_weights
@@ -70,7 +70,7 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(sampling.sampler, "load", load)
         return sampling
 
-    monkeypatch.setattr(crew, "open_sampling", deaf)
+    monkeypatch.setattr(worker_group, "open_sampling", deaf)
     run = rl.start(toy_config(tmp_path, optimizer={"lr": 1e-2}))
     try:
         with pytest.raises(WeightError, match="after giving version 1 to the sampler"):

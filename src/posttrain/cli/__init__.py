@@ -74,13 +74,13 @@ def rl(
     as_json: AsJson = False,
 ) -> None:
     """Train by reinforcement learning."""
-    from posttrain.cluster.start import mustered
+    from posttrain.cluster.start import connected_ranks
     from posttrain.loops import rl as loop
 
     found = _rl_config(config, overrides, smoke=smoke)
-    with mustered(found) as crew:
-        if crew is not None:
-            run = loop.start(found, on_plan=lambda p: typer.echo(p.render(), err=as_json), crew=crew)
+    with connected_ranks(found) as workers:
+        if workers is not None:
+            run = loop.start(found, on_plan=lambda p: typer.echo(p.render(), err=as_json), workers=workers)
             _train(run, as_json)
 
 
@@ -91,13 +91,13 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Go on with a run from its latest checkpoint, exactly as if it had never stopped."""
-    from posttrain.cluster.start import mustered
+    from posttrain.cluster.start import connected_ranks
     from posttrain.loops import rl as loop
 
-    with mustered(loop.config_of(run_dir), ranks) as crew:
-        if crew is None:
+    with connected_ranks(loop.config_of(run_dir), ranks) as workers:
+        if workers is None:
             return
-        run = loop.resume(run_dir, on_plan=lambda p: typer.echo(p.render(), err=as_json), crew=crew)
+        run = loop.resume(run_dir, on_plan=lambda p: typer.echo(p.render(), err=as_json), workers=workers)
         if run.finished:
             typer.echo(f"finished: all {run.step} steps are done, nothing is left to do", err=as_json)
         elif run.step:

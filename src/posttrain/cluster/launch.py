@@ -18,13 +18,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
 
-from posttrain.cluster.beside import NO_SAMPLERS, WISHES, Beside, Samplers, Wish, Wishes, calls_at, wishes_in
-from posttrain.cluster.verdict import LEADER_GONE, guilty, last_lines, verdict
+from posttrain.cluster.exit_status import LEADER_GONE, culprits, last_lines, launch_status
+from posttrain.cluster.supervisor import (
+    KILL_REQUESTS,
+    NO_SAMPLERS,
+    KillRequest,
+    KillRequests,
+    Samplers,
+    SamplerSupervisor,
+    calls_at,
+    kill_requests_in,
+)
 
 LAUNCHER = "POSTTRAIN_LAUNCHER"  # process id of whoever started a rank
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.1
-LAST_WORDS_SECONDS = 1.0  # between the first failure and the verdict: whose fault it was
+FAILURE_OUTPUT_SECONDS = 1.0  # between the first failure and the report of whose fault it was
 GRACE_SECONDS = 10.0
 HERE = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # else it listens where the host's name leads
 INTERRUPT_SECONDS = 600.0  # for rank 0 to finish what it writes; a second interrupt is quicker
@@ -52,48 +61,50 @@ def launch_local(command: Sequence[str], count: int, samplers: Samplers = NO_SAM
     started again, one that fails ends all.
     """
     with ExitStack() as held:
-        wishes, told = os.pipe()
-        held.callback(lambda: [os.close(descriptor) for descriptor in (wishes, told)])
-        os.set_blocking(wishes, False)
+        requests, told = os.pipe()
+        held.callback(lambda: [os.close(descriptor) for descriptor in (requests, told)])
+        os.set_blocking(requests, False)
         port = held.enter_context(free_port())
         calls = calls_at("127.0.0.1", held.enter_context(free_port())) if samplers.count else {}
-        ranks, open_wishes = list[Started](), Wishes()
+        ranks, kill_requests = list[Started](), KillRequests()
         held.callback(lambda: end(ranks))
         for number in range(count):
             ranks.append(_start(command, _place(number, count, port) | calls, number > 0, told))
-        beside = _Here(samplers, calls)
-        held.callback(beside.end)
+        supervised = _Here(samplers, calls)
+        held.callback(supervised.end)
         try:
             while (statuses := [rank.process.poll() for rank in ranks]) and None in statuses:
                 if any(statuses):
-                    _hear_last_words(ranks)
+                    _await_failure_output(ranks)
                     break
-                _grant(open_wishes.due(read_wishes(wishes)), {"rank": ranks, "sampler": beside.started})
-                if (status := beside.look()) is not None:
+                _kill_requested(
+                    kill_requests.due(read_kill_requests(requests)), {"rank": ranks, "sampler": supervised.started}
+                )
+                if (status := supervised.look()) is not None:
                     return status
                 time.sleep(LOOK_SECONDS)
-            return verdict([rank.process.poll() or 0 for rank in ranks], lambda rank: ranks[rank].tail())
+            return launch_status([rank.process.poll() or 0 for rank in ranks], lambda rank: ranks[rank].tail())
         except KeyboardInterrupt:
             with suppress(KeyboardInterrupt):
                 ranks[0].process.send_signal(signal.SIGINT)
                 _wait(ranks[:1], INTERRUPT_SECONDS)
-                _wait(ranks, LAST_WORDS_SECONDS)
+                _wait(ranks, FAILURE_OUTPUT_SECONDS)
             return 128 + signal.SIGINT
 
 
-def _hear_last_words(ranks: Sequence[Started]) -> None:
+def _await_failure_output(ranks: Sequence[Started]) -> None:
     """Until it can be told whose fault it was. Who has only noticed may end first; rank 0 is still saying what it has
     failed of, or fails because of another one, which still says it."""
-    _wait(ranks, LAST_WORDS_SECONDS)
-    if not guilty([rank.process.poll() or 0 for rank in ranks]):
+    _wait(ranks, FAILURE_OUTPUT_SECONDS)
+    if not culprits([rank.process.poll() or 0 for rank in ranks]):
         _wait(ranks, GRACE_SECONDS)
 
 
-def _grant(wishes: Sequence[Wish], started: Mapping[str, Sequence[Started]]) -> None:
+def _kill_requested(requests: Sequence[KillRequest], started: Mapping[str, Sequence[Started]]) -> None:
     """Ends processes that rank 0 has named, unless others are in their places already."""
-    for wish in wishes:
-        process = started[wish.kind][wish.number].process
-        if process.pid == wish.process and process.poll() is None:
+    for one in requests:
+        process = started[one.kind][one.number].process
+        if process.pid == one.process and process.poll() is None:
             process.kill()
             process.wait()
 
@@ -104,11 +115,11 @@ class _Here:
     def __init__(self, samplers: Samplers, calls: dict[str, str]) -> None:
         self._samplers, self._calls = samplers, calls
         self.started: list[Started] = []
-        self._beside = Beside(samplers, start=self._begin, tail=self._tail)
+        self._supervisor = SamplerSupervisor(samplers, start=self._begin, tail=self._tail)
 
     def look(self) -> int | None:
         """Starts again who was killed; the exit status of the run when it cannot go on."""
-        return self._beside.look([one.process.poll() for one in self.started])
+        return self._supervisor.look([one.process.poll() for one in self.started])
 
     def end(self) -> None:
         end(self.started)
@@ -123,13 +134,13 @@ class _Here:
         return self.started[number].tail()
 
 
-def read_wishes(descriptor: int) -> list[Wish]:
-    """See `wishes_in`; does not wait for any."""
+def read_kill_requests(descriptor: int) -> list[KillRequest]:
+    """See `kill_requests_in`; does not wait for any."""
     said = b""
     with suppress(BlockingIOError):
         while more := os.read(descriptor, 1 << 12):
             said += more
-    return wishes_in(said)
+    return kill_requests_in(said)
 
 
 def _place(number: int, count: int, port: int) -> dict[str, str]:
@@ -138,8 +149,8 @@ def _place(number: int, count: int, port: int) -> dict[str, str]:
 
 
 def _start(command: Sequence[str], place: Mapping[str, str], keeps: bool, told: int | None = None) -> Started:
-    """keeps: what it prints goes to a file, which is closed in `end`. told: where rank 0 writes wishes."""
-    environment = HERE | environment_of(place) | ({} if told is None else {WISHES: str(told)})
+    """keeps: what it prints goes to a file, which is closed in `end`. told: where rank 0 writes its kill requests."""
+    environment = HERE | environment_of(place) | ({} if told is None else {KILL_REQUESTS: str(told)})
     output = tempfile.TemporaryFile() if keeps else None  # noqa: SIM115
     # a session of its own: the terminal's interrupt is for us, and we pass it on once
     process = subprocess.Popen(
@@ -181,7 +192,7 @@ def end(started: Sequence[Started]) -> None:
 
 
 def die_with_launcher() -> None:
-    """In a rank: the kernel ends it when its launcher is gone, however that went. Linux; elsewhere the lines break."""
+    """In a rank: the kernel ends it when its launcher is gone, however that went. Linux; elsewhere its channel ends."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return

@@ -23,10 +23,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.cluster.beside import NO_SAMPLERS, Beside, Samplers, Wish, Wishes, calls_at
+from posttrain.cluster.exit_status import LEADER_GONE, last_lines, launch_status
 from posttrain.cluster.launch import GRACE_SECONDS, INTERRUPT_SECONDS
 from posttrain.cluster.seat import Place, Seat
-from posttrain.cluster.verdict import LEADER_GONE, last_lines, verdict
+from posttrain.cluster.supervisor import NO_SAMPLERS, KillRequest, KillRequests, Samplers, SamplerSupervisor, calls_at
 from posttrain.config import ClusterConfig, ConfigError
 
 LOOK_SECONDS = 0.2
@@ -131,12 +131,12 @@ class _Seated:
     actor: Any
     said: bytes = b""
     status: int | None = None
-    wishes: tuple[Wish, ...] = ()  # the last look's
-    heard: int = 0  # wishes, in all
+    kill_requests: tuple[KillRequest, ...] = ()  # the last look's
+    heard: int = 0  # kill requests, in all
 
     def look(self, ray: Any) -> bytes:
         """Brings it up to date; what it has printed since the last time. A seat that does not answer may start yet."""
-        self.wishes = ()
+        self.kill_requests = ()
         try:
             seen = ray.get(self.actor.state.remote(len(self.said), self.heard), timeout=REACH_SECONDS)
         except ray.exceptions.GetTimeoutError:
@@ -144,9 +144,9 @@ class _Seated:
         except ray.exceptions.RayActorError:
             self.status = KILLED
             return b""
-        self.status, self.wishes = seen.status, seen.wishes
+        self.status, self.kill_requests = seen.status, seen.kill_requests
         self.said += seen.said
-        self.heard += len(seen.wishes)
+        self.heard += len(seen.kill_requests)
         return seen.said
 
 
@@ -154,9 +154,9 @@ class _Launch:
     """A launch while it runs."""
 
     def __init__(self, ray: Any, room: Room, command: Sequence[str], count: int, samplers: Samplers) -> None:
-        self._ray, self._room, self._samplers, self._wishes = ray, room, samplers, Wishes()
+        self._ray, self._room, self._samplers, self._kill_requests = ray, room, samplers, KillRequests()
         self._seats = [_Seated(room.seat(index)) for index in range(count + samplers.count)]
-        self._ranks, self._beside = self._seats[:count], self._seats[count:]
+        self._ranks, self._samplers_seated = self._seats[:count], self._seats[count:]
         places: list[Place] = ray.get([seat.actor.where.remote() for seat in self._seats])
         port, calls = places[0].ports
         meet = {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(port)}
@@ -166,27 +166,29 @@ class _Launch:
             ray.get(seat.actor.begin.remote(command, place | meet | self._calls, os.getcwd()))
 
     def watched(self) -> int:
-        beside = Beside(self._samplers, start=self._begin, tail=lambda n: last_lines(self._beside[n].said))
+        supervisor = SamplerSupervisor(
+            self._samplers, start=self._begin, tail=lambda n: last_lines(self._samplers_seated[n].said)
+        )
         try:
-            if (status := self._until_ended(beside)) is not None:
+            if (status := self._until_ended(supervisor)) is not None:
                 return status
             statuses = [seat.status or 0 for seat in self._ranks]
-            return verdict(statuses, lambda rank: last_lines(self._ranks[rank].said) if rank else "")
+            return launch_status(statuses, lambda rank: last_lines(self._ranks[rank].said) if rank else "")
         except KeyboardInterrupt:
             with suppress(KeyboardInterrupt):
                 self._ranks[0].actor.tell.remote(signal.SIGINT)
-                self._until_ended(beside, time.monotonic() + INTERRUPT_SECONDS)
+                self._until_ended(supervisor, time.monotonic() + INTERRUPT_SECONDS)
             return 128 + signal.SIGINT
 
-    def _until_ended(self, beside: Beside, until: float = math.inf) -> int | None:
+    def _until_ended(self, supervisor: SamplerSupervisor, until: float = math.inf) -> int | None:
         """Until then, by the monotonic clock, and once a rank has failed for some seconds more, ranks may end by
         themselves; they are ended then. Not None: the samplers cannot go on."""
         while any(seat.status is None for seat in self._ranks):
             self._look_at_ranks()
-            self._grant(self._wishes.due(self._ranks[0].wishes))
+            self._kill_requested(self._kill_requests.due(self._ranks[0].kill_requests))
             if any(seat.status for seat in self._ranks):
                 until = min(until, time.monotonic() + GRACE_SECONDS)
-            elif (status := self._look_at_samplers(beside)) is not None:
+            elif (status := self._look_at_samplers(supervisor)) is not None:
                 return status
             if time.monotonic() > until:
                 for seat in [seat for seat in self._ranks if seat.status is None]:
@@ -204,23 +206,23 @@ class _Launch:
                     sys.stdout.write(said.decode(errors="replace"))
                     sys.stdout.flush()
 
-    def _grant(self, wishes: Sequence[Wish]) -> None:
+    def _kill_requested(self, requests: Sequence[KillRequest]) -> None:
         """Ends processes that rank 0 has named, unless others are in their places already."""
-        for wish in wishes:
-            seats = self._ranks if wish.kind == "rank" else self._beside
-            seats[wish.number].actor.tell.remote(signal.SIGKILL, wish.process)
+        for one in requests:
+            seats = self._ranks if one.kind == "rank" else self._samplers_seated
+            seats[one.number].actor.tell.remote(signal.SIGKILL, one.process)
 
-    def _look_at_samplers(self, beside: Beside) -> int | None:
-        for seat in self._beside:
+    def _look_at_samplers(self, supervisor: SamplerSupervisor) -> int | None:
+        for seat in self._samplers_seated:
             if seat.status is None:
                 seat.look(self._ray)
-        return beside.look([seat.status for seat in self._beside])
+        return supervisor.look([seat.status for seat in self._samplers_seated])
 
     def _begin(self, number: int) -> None:
         """A sampler's process, on its seat or, when the seat is gone, on another one in the same bundle."""
-        seat = self._beside[number]
+        seat = self._samplers_seated[number]
         if seat.status == KILLED and not self._answers(seat):
-            seat = self._beside[number] = _Seated(self._room.seat(len(self._ranks) + number))
+            seat = self._samplers_seated[number] = _Seated(self._room.seat(len(self._ranks) + number))
         seat.status, seat.said = None, b""
         place = self._calls | self._samplers.place(number, Counter(self._nodes)[self._nodes[number]])
         seat.actor.begin.remote(self._samplers.command, place, os.getcwd())

@@ -6,7 +6,7 @@
     serving   it has the weights of now, and its probe was right: it gets requests
     asleep    it has given up the memory of its GPU; new weights, or an order, wake it. Before and after that it goes to
               sleep, or wakes up: it was ordered to, and has not said yet that it has
-    lost      its line broke, or it gave no sign of life; whoever starts processes is asked to start another one
+    lost      its connection broke, or it gave no sign of life; whoever starts processes is asked to start another one
 
 Whoever is lost does not come back: what starts in its place calls as a new member of the same number.
 """
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from posttrain.cluster.beside import CALLS, SECRET, wish
-from posttrain.cluster.line import Exchange, Line, RankLost
+from posttrain.cluster.channel import Channel, ChannelServer, RankLost
+from posttrain.cluster.supervisor import CALLS, SECRET, request_kill
 from posttrain.config import ClusterConfig
 from posttrain.sampler.own_copy import NO_WEIGHTS
 from posttrain.sampler.requests import SamplerError
@@ -51,35 +51,35 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A sampler's process, at the other end of `line`."""
+    """A sampler's process, at the other end of `channel`."""
 
-    line: Line
+    channel: Channel
     state: State = State.CALLED
     version: int = NO_WEIGHTS
 
     @property
     def number(self) -> int:
-        return self.line.rank
+        return self.channel.rank
 
     @property
     def there(self) -> bool:
         return self.state is not State.LOST
 
     def __str__(self) -> str:
-        return str(self.line)
+        return str(self.channel)
 
 
 @dataclass(slots=True, eq=False)
 class Pool:
     """Its members may come and go at any time; every method may be called from any thread.
 
-    wish: asks for the end of the process of a line, in whose place another one is started then. soon: has something
-    done by the thread that trains, once it waits for rollouts; None where these run on that very thread's event loop.
+    request_kill: asks for the end of the process behind a channel, which is then replaced. soon: has something done by
+    the thread that trains, once it waits for rollouts; None where these run on that very thread's event loop.
     """
 
-    exchange: Exchange
+    server: ChannelServer
     settings: ClusterConfig
-    wish: Callable[[Line], None]
+    request_kill: Callable[[Channel], None]
     on_lost: Callable[[Member], None] = lambda member: None
     on_ready: Callable[[], None] = lambda: None
     on_answer: Callable[[Member, Message], None] = lambda member, said: None
@@ -94,12 +94,14 @@ class Pool:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @classmethod
-    def muster(cls, settings: ClusterConfig) -> Pool:
+    def listen(cls, settings: ClusterConfig) -> Pool:
         """Answers samplers from now on, where the launcher has told them to call."""
         host, _, port = os.environ[CALLS].rpartition(":")
-        exchange = Exchange(host, int(port), os.environ.pop(SECRET))  # tools and agents that start here need not know
-        pool = cls(exchange, settings, wish)
-        exchange.keep_answering("sampler", pool.admit)
+        server = ChannelServer(
+            host, int(port), os.environ.pop(SECRET)
+        )  # tools and agents that start here need not know
+        pool = cls(server, settings, request_kill)
+        server.keep_answering("sampler", pool.admit)
         return pool
 
     @property
@@ -125,27 +127,27 @@ class Pool:
             self.tell(member, message)
         return before
 
-    def admit(self, line: Line) -> None:
+    def admit(self, channel: Channel) -> None:
         """Somebody calls. One who was there under this number before is lost."""
         with self.changed:
-            before, member = self._members.get(line.rank), Member(line)
+            before, member = self._members.get(channel.rank), Member(channel)
         if before is not None:
             self.lose(before, "another process calls in its place")
             self.restarts += 1
             log.warning("%s is there again", member)
         with self.changed:
-            self._members[line.rank] = member
+            self._members[channel.rank] = member
             if (begin := self._begin) is not None:
                 member.state = State.LOADING
             self.changed.notify_all()
-        line.listen(lambda said: self._hear(member, said))
+        channel.listen(lambda said: self._hear(member, said))
         if begin is not None:
             self.tell(member, begin)
 
     def tell(self, member: Member, message: Message) -> bool:
         """Whether it could be said; else the member is lost."""
         try:
-            member.line.send(message)
+            member.channel.send(message)
         except RankLost as error:
             self.lose(member, str(error))
             return False
@@ -168,9 +170,9 @@ class Pool:
             member.state = State.LOST
             waiting = [number for number, (who, _) in self._replies.items() if who is member]
             self.changed.notify_all()
-        member.line.close()
+        member.channel.close()
         log.warning("%s is lost (%s)", member, why)
-        self.wish(member.line)
+        self.request_kill(member.channel)
         for number in waiting:
             self._settle(number, RankLost(f"{member} is lost ({why})"))
         self.on_lost(member)
@@ -190,22 +192,22 @@ class Pool:
 
     def close(self) -> None:
         """Tells all to stop, and waits for those that may hold memory of this process until they have let go of it."""
-        self.exchange.close()
+        self.server.close()
         there, idle = self.members(), self.members(State.CALLED, State.LOADING)
         for member in there:
-            member.state = State.LOST  # its line will break now, and nobody is to mind
+            member.state = State.LOST  # its channel will break now, and nobody is to mind
             with suppress(RankLost):
-                member.line.send({"do": "stop"})
+                member.channel.send({"do": "stop"})
         until = time.monotonic() + LAST_SECONDS
         for member in there:
             if member not in idle:
-                member.line.wait_for_end(until - time.monotonic())
-            member.line.close(until - time.monotonic())
+                member.channel.wait_for_end(until - time.monotonic())
+            member.channel.close(until - time.monotonic())
 
     def _hear(self, member: Member, said: Mapping[str, Any] | None) -> None:
-        """Runs on the line's thread."""
+        """Runs on the channel's thread."""
         if said is None:
-            return self.lose(member, "its line broke")
+            return self.lose(member, "its connection broke")
         if "ready" in said:
             self.put(member, State.READY)
             return self.on_ready()

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from posttrain.cluster.homes import Homes
-from posttrain.cluster.line import Line, RankLost
+from posttrain.cluster.channel import Channel, RankLost
+from posttrain.cluster.routing import Routing
 from posttrain.sampler.native import NativeSampler
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.sampler.requests import SamplerError, summed
@@ -33,20 +33,20 @@ class _Open:
 
 @dataclass(slots=True)
 class SpreadSampler:
-    """A `Sampler`; `local` is that of rank 0, `lines` lead to the others."""
+    """A `Sampler`; `local` is that of rank 0, `channels` lead to the others."""
 
     local: NativeSampler
-    lines: tuple[Line, ...]
+    channels: tuple[Channel, ...]
     _open: dict[int, _Open] = field(default_factory=dict[int, _Open])
     _load: Counter[int] = field(default_factory=Counter[int])
-    _homes: Homes[int] = field(default_factory=Homes[int])
+    _routing: Routing[int] = field(default_factory=Routing[int])
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _lost: set[int] = field(default_factory=set[int])
     _counted: dict[int, dict[str, int]] = field(default_factory=dict[int, dict[str, int]])  # as each rank said last
 
     def __post_init__(self) -> None:
-        for line in self.lines:
-            line.listen(self._hears(line))
+        for channel in self.channels:
+            channel.listen(self._hears(channel))
 
     @property
     def version(self) -> int:
@@ -56,27 +56,27 @@ class SpreadSampler:
         self, ids: Sequence[int], params: SamplingParams, *, seed: int, session: str | None = None
     ) -> Sampled:
         """Raises what the sampler of the rank raises, and RankLost when the rank is gone."""
-        rank = self._homes.choose(ids, session, range(len(self.lines) + 1), lambda r: self._load[r])
+        rank = self._routing.choose(ids, session, range(len(self.channels) + 1), lambda r: self._load[r])
         self._load[rank] += 1
         try:
             if rank == 0:
                 return await self.local.sample(ids, params, seed=seed, session=session)
             asked = {"ids": list(ids), "params": plain(params), "seed": seed, "session": session}
-            return await self._ask(self.lines[rank - 1], asked)
+            return await self._ask(self.channels[rank - 1], asked)
         finally:
             self._load[rank] -= 1
 
     def release(self, session: str) -> None:
-        rank = self._homes.sessions.pop(session, 0)
+        rank = self._routing.sessions.pop(session, 0)
         if rank == 0:
             self.local.release(session)
         else:
-            self.lines[rank - 1].send({"do": "release", "session": session})
+            self.channels[rank - 1].send({"do": "release", "session": session})
 
     def reset(self) -> None:
         """Only of this process: the other ranks empty theirs when they get new weights."""
         self.local.reset()
-        self._homes.clear()
+        self._routing.clear()
 
     def counters(self) -> dict[str, int]:
         """See `CountingSampler`: of all ranks, the others' as of their last answers."""
@@ -86,29 +86,29 @@ class SpreadSampler:
         """Name -> (open requests, when the oldest was made) of every other rank that has some."""
         return counted((f"rank {asked.rank}", asked.since) for asked in list(self._open.values()))
 
-    async def _ask(self, line: Line, asked: dict[str, Any]) -> Sampled:
+    async def _ask(self, channel: Channel, asked: dict[str, Any]) -> Sampled:
         number, loop = next(self._numbers), asyncio.get_running_loop()
-        waiting = self._open[number] = _Open(line.rank, loop.create_future(), loop)
-        if line.rank in self._lost:  # found out by the line's thread, which settles only what is open then
-            self._settle(number, RankLost(f"rank {line.rank} is gone"))
+        waiting = self._open[number] = _Open(channel.rank, loop.create_future(), loop)
+        if channel.rank in self._lost:  # found out by the channel's thread, which settles only what is open then
+            self._settle(number, RankLost(f"rank {channel.rank} is gone"))
         else:
-            line.send({"do": "sample", "id": number, **asked})
+            channel.send({"do": "sample", "id": number, **asked})
         try:
             return await waiting.future
         finally:
             if self._open.pop(number, None) is not None:  # cancelled
-                line.send({"do": "cancel", "id": number})
+                channel.send({"do": "cancel", "id": number})
 
-    def _hears(self, line: Line) -> Callable[[dict[str, Any] | None], None]:
-        """Runs on the line's thread."""
+    def _hears(self, channel: Channel) -> Callable[[dict[str, Any] | None], None]:
+        """Runs on the channel's thread."""
 
         def hear(said: dict[str, Any] | None) -> None:
             if said is None:
-                self._lost.add(line.rank)
-                for number in [n for n, waiting in list(self._open.items()) if waiting.rank == line.rank]:
-                    self._settle(number, RankLost(f"rank {line.rank} is gone"))
+                self._lost.add(channel.rank)
+                for number in [n for n, waiting in list(self._open.items()) if waiting.rank == channel.rank]:
+                    self._settle(number, RankLost(f"rank {channel.rank} is gone"))
             else:
-                self._counted[line.rank] = said.get("counters") or self._counted.get(line.rank, {})
+                self._counted[channel.rank] = said.get("counters") or self._counted.get(channel.rank, {})
                 self._settle(said["id"], answer_in(said))
 
         return hear

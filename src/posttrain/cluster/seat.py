@@ -1,4 +1,5 @@
-"""A place that Ray has given to a rank or a sampler, as an actor. Imports little: every seat loads it."""
+"""A seat: the Ray actor that starts and watches the process of a rank or a sampler. Imports little: every seat loads
+it."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-from posttrain.cluster.beside import WISHES, Wish
-from posttrain.cluster.launch import environment_of, free_port, read_wishes
+from posttrain.cluster.launch import environment_of, free_port, read_kill_requests
+from posttrain.cluster.supervisor import KILL_REQUESTS, KillRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,11 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What became of a process: its exit status, None while it runs; what it printed behind what was known; and what
-    rank 0 wishes besides those that were known, see `beside.wishes_in`."""
+    rank 0 wants killed besides those that were known, see `supervisor.kill_requests_in`."""
 
     status: int | None
     said: bytes
-    wishes: tuple[Wish, ...] = ()
+    kill_requests: tuple[KillRequest, ...] = ()
 
 
 class Seat:
@@ -41,9 +42,9 @@ class Seat:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the seat
         self._ports = ExitStack()  # those that are held for rank 0
-        self._wished: list[Wish] = []
-        self._wishes, self._told = os.pipe()
-        os.set_blocking(self._wishes, False)
+        self._kills_requested: list[KillRequest] = []
+        self._kill_requests, self._told = os.pipe()
+        os.set_blocking(self._kill_requests, False)
 
     def where(self) -> Place:
         import ray
@@ -58,7 +59,7 @@ class Seat:
         self.tell(9)
         self._output.close()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        environment = environment_of(place) | {WISHES: str(self._told)}
+        environment = environment_of(place) | {KILL_REQUESTS: str(self._told)}
         with _interruptible():
             self._process = subprocess.Popen(
                 list(command),
@@ -70,12 +71,12 @@ class Seat:
             )
 
     def state(self, seen: int, heard: int = 0) -> Seen:
-        """seen: bytes of its output that are known; heard: how many of its wishes. Whoever asked may not wait for the
-        answer, so both are kept."""
+        """seen: bytes of its output that are known; heard: how many of its kill requests. Whoever asked may not
+        wait for the answer, so both are kept."""
         assert self._process is not None
         status = self._process.poll()
-        self._wished += read_wishes(self._wishes)
-        return Seen(status, os.pread(self._output.fileno(), 1 << 20, seen), tuple(self._wished[heard:]))
+        self._kills_requested += read_kill_requests(self._kill_requests)
+        return Seen(status, os.pread(self._output.fileno(), 1 << 20, seen), tuple(self._kills_requested[heard:]))
 
     def tell(self, number: int, process: int | None = None) -> None:
         """Sends a signal, while it runs. process: only if that is its id."""

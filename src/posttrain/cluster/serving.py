@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from posttrain.cluster.answering import Answering
-from posttrain.cluster.beside import CALLS, NEIGHBOURS, SAMPLER, SECRET
+from posttrain.cluster.channel import Channel, RankLost, on_a_thread
+from posttrain.cluster.exit_status import LEADER_GONE
 from posttrain.cluster.launch import die_with_launcher
-from posttrain.cluster.line import Line, RankLost, on_a_thread
+from posttrain.cluster.request_handler import RequestHandler
 from posttrain.cluster.sampler import params_of
-from posttrain.cluster.taking import Engine, Taking
-from posttrain.cluster.verdict import LEADER_GONE
+from posttrain.cluster.supervisor import CALLS, NEIGHBOURS, SAMPLER, SECRET
+from posttrain.cluster.weight_receiver import Engine, TransferReceiver
 from posttrain.config import ConfigError, ModelConfig, SamplerConfig
 from posttrain.loops.build import load_tokenizer
 from posttrain.loops.learner import SMALL_HIDDEN_SIZE, threads_for
@@ -58,36 +58,36 @@ def serve() -> None:
         raise NotCalled("this command is for `cluster.samplers`, which starts it; start the run by `posttrain rl`")
     die_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and ends the run in order
-    line = _called()
-    line.beat()
-    begin = line.receive()
+    channel = _called()
+    channel.beat()
+    begin = channel.receive()
     if begin is None:
         sys.exit(LEADER_GONE)
     if begin["do"] == "stop":
         return
     engine = _engine(begin)
-    serving = _Serving(engine, line)
+    serving = _Serving(engine, channel)
     try:
         with suppress(RankLost):  # what comes next says why: stop, or nothing
-            line.send({"ready": True})
+            channel.send({"ready": True})
         if not asyncio.run(serving.serve()):
             sys.exit(LEADER_GONE)
     except RankLost:
         sys.exit(LEADER_GONE)
     finally:
-        serving.taking.close()
-        line.close()  # its thread may be leaving a process group: the interpreter must not end under it
+        serving.receiver.close()
+        channel.close()  # its thread may be leaving a process group: the interpreter must not end under it
         if isinstance(engine, VllmSampler):
             engine.close()
 
 
-def _called() -> Line:
-    """A line to rank 0, as soon as it listens."""
+def _called() -> Channel:
+    """A channel to rank 0, as soon as it listens."""
     host, _, port = os.environ[CALLS].rpartition(":")
     secret, until = os.environ.pop(SECRET), time.monotonic() + CALL_SECONDS
     while True:
         try:
-            return Line.call((host, int(port)), secret, int(os.environ[SAMPLER]))
+            return Channel.call((host, int(port)), secret, int(os.environ[SAMPLER]))
         except (OSError, RankLost):
             if time.monotonic() > until:
                 sys.exit(LEADER_GONE)
@@ -133,10 +133,10 @@ def _check(sent: Manifest, engine: Engine, own: Policy) -> None:
 
 
 class _Serving:
-    def __init__(self, engine: Engine, line: Line) -> None:
-        self.engine, self.line = engine, line
-        self.answering = Answering(engine, line)
-        self.taking = Taking(engine, line)
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self.engine, self.channel = engine, channel
+        self.requests = RequestHandler(engine, channel)
+        self.receiver = TransferReceiver(engine, channel)
         self._giving: set[asyncio.Task[None]] = set()
         self._probing = asyncio.Lock()  # a transfer that broke for others may be whole here, and be followed by another
 
@@ -146,21 +146,21 @@ class _Serving:
         loop = asyncio.get_running_loop()
 
         def hear(said: dict[str, Any] | None) -> None:
-            if self.taking.hear(said):  # at once: the loop may be waiting for an engine that waits for weights
+            if self.receiver.hear(said):  # at once: the loop may be waiting for an engine that waits for weights
                 return
             with suppress(RuntimeError):  # the loop is closed: rank 0 hangs up after it has said stop
                 loop.call_soon_threadsafe(orders.put_nowait, said)
 
-        self.line.listen(hear)
+        self.channel.listen(hear)
         while (order := await orders.get()) is not None:
-            if self.answering.hear(order):
+            if self.requests.hear(order):
                 continue
             match order["do"]:
                 case "reset":
-                    await self.answering.idle()
+                    await self.requests.idle()
                     self.engine.reset()
                 case "sleep" | "wake":
-                    await self.answering.idle()
+                    await self.requests.idle()
                     self._turn(order)
                 case "weights":
                     task = asyncio.create_task(self._take(order))
@@ -183,23 +183,23 @@ class _Serving:
                 self.engine.wake()
         except Exception as error:  # raised again where it was ordered
             said["error"] = f"{type(error).__name__}: {error}"
-        self.line.send(said)
+        self.channel.send(said)
 
     async def _take(self, order: Mapping[str, Any]) -> None:
         """A later order may come while this one waits for a sampler that is gone. Requests that come before weights are
         whole wait for it; when they do not become whole, rank 0 takes these requests away from here."""
         said: dict[str, Any] = {"reply": order["reply"]}
-        self.answering.may_sample.clear()
+        self.requests.may_sample.clear()
         try:
-            await asyncio.wrap_future(on_a_thread(lambda: self.taking.load(order)))
+            await asyncio.wrap_future(on_a_thread(lambda: self.receiver.load(order)))
             async with self._probing:
-                if not len(self.answering):
+                if not len(self.requests):
                     self.engine.reset()
-                self.answering.may_sample.set()
+                self.requests.may_sample.set()
                 probe, started = order["probe"], time.perf_counter()
                 drawn = await self.engine.sample(probe["ids"], params_of(probe["params"]), seed=probe["seed"])
             said |= {"sampled": asdict(drawn), "probe_seconds": time.perf_counter() - started}
         except Exception as error:  # rank 0 decides
             said["error"] = f"{type(error).__name__}: {error}"
-        with suppress(RankLost):  # the line's own thread hears it, too
-            self.line.send(said)
+        with suppress(RankLost):  # the channel's own thread hears it, too
+            self.channel.send(said)

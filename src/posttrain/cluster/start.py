@@ -1,4 +1,4 @@
-"""Whatever way the ranks of a run are started, from here on one of them leads and the others follow."""
+"""Ranks of a run, however they were started (launcher, torchrun, Ray): they meet, rank 0 leads, the others follow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functools import partial
 
 import torch
 
-from posttrain.cluster.beside import CALLS, Samplers
-from posttrain.cluster.crew import NOBODY, Crew, LeaderLost, follow
+from posttrain.cluster.exit_status import LEADER_GONE, was_killed
 from posttrain.cluster.launch import die_with_launcher, launch_local
 from posttrain.cluster.on_ray import launch_ray
-from posttrain.cluster.verdict import LEADER_GONE, was_killed
+from posttrain.cluster.supervisor import CALLS, Samplers
+from posttrain.cluster.worker_group import SINGLE_PROCESS, LeaderLost, WorkerGroup, follow
 from posttrain.config import ClusterConfig, ConfigError, RLConfig
 from posttrain.trainer.loading import pick_device
 from posttrain.trainer.ranks import Ranks, join_ranks, leave_ranks, world_size
@@ -24,8 +24,8 @@ PROGRAM = (sys.executable, "-m", "posttrain")
 
 
 @contextmanager
-def mustered(config: RLConfig, ranks: int | None = None) -> Iterator[Crew | None]:
-    """The crew of the run for whoever is to lead it; None in a process that has done its part when it gets here.
+def connected_ranks(config: RLConfig, ranks: int | None = None) -> Iterator[WorkerGroup | None]:
+    """The other ranks of the run, for the process that leads it; None in one that has done its part when it gets here.
 
     One process: nothing happens. `trainer.ranks` (or `ranks`, instead): starts as many with this process's arguments,
     and waits for them. Started as one of several, by that or by torchrun: meets them.
@@ -35,7 +35,7 @@ def mustered(config: RLConfig, ranks: int | None = None) -> Iterator[Crew | None
     if there == 1:
         _check(config, wanted)
     if not begun and wanted == 1 and config.cluster.ray is None and not samplers:
-        yield NOBODY
+        yield SINGLE_PROCESS
     elif not begun:
         status = _launched(config, wanted)
         if status:
@@ -97,7 +97,7 @@ def _gpus(config: RLConfig) -> bool:
     return pick_device(config.model.device).type == "cuda"
 
 
-def _met(config: RLConfig) -> Iterator[Crew | None]:
+def _met(config: RLConfig) -> Iterator[WorkerGroup | None]:
     die_with_launcher()
     joined = join_ranks(pick_device(config.model.device))
     try:
@@ -110,13 +110,13 @@ def _met(config: RLConfig) -> Iterator[Crew | None]:
         leave_ranks()
 
 
-def _leading(ranks: Ranks, cluster: ClusterConfig) -> Iterator[Crew]:
-    crew = Crew.muster(ranks, cluster)
+def _leading(ranks: Ranks, cluster: ClusterConfig) -> Iterator[WorkerGroup]:
+    workers = WorkerGroup.connect(ranks, cluster)
     try:
-        yield crew
-        crew.order("stop")
+        yield workers
+        workers.order("stop")
     finally:
-        crew.close()
+        workers.close()
 
 
 def _following(ranks: Ranks) -> None:

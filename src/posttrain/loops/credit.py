@@ -25,30 +25,30 @@ from posttrain.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class PackedStep:
     """The usable trajectories of a step, packed for the models. The loop's rank shares it with all others."""
 
     batch: Batch
     truncated: Tensor  # [T] bool, see `truncated_tokens`
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory]) -> Lesson:
+    def of(cls, trajectories: Sequence[Trajectory]) -> PackedStep:
         batch = pack(trajectories)
         return cls(batch, truncated_tokens(trajectories, batch))
 
 
 def assign_credit(trajectories: Sequence[Trajectory], learner: Learner) -> Batch:
     """Packs usable trajectories and gives every policy token its advantage."""
-    return credited(Lesson.of(trajectories), learner)
+    return credited(PackedStep.of(trajectories), learner)
 
 
-def credited(lesson: Lesson, learner: Learner) -> Batch:
-    """The batch of a lesson with old log-probs, shaped rewards, advantages and, with a critic, values and returns.
+def credited(packed: PackedStep, learner: Learner) -> Batch:
+    """The batch of a packed step with old log-probs, shaped rewards, advantages and, with a critic, values and returns.
 
-    Changes the batch in place. On several ranks every one of them has to call it with the same lesson.
+    Changes the batch in place. On several ranks every one of them has to call it with the same one.
     """
     algorithm = learner.config.algorithm
-    batch, truncated = lesson.batch, lesson.truncated
+    batch, truncated = packed.batch, packed.truncated
     batch.old_logprobs = old_logprobs(batch, learner)
     shape_rewards(batch, truncated, learner)
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":

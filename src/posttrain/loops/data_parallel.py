@@ -49,7 +49,7 @@ def forward_together(
         out[batch.tokens_of(bins[index])] = forward(select(batch, bins[index])).float().cpu()
     for _ in range(_idle(hands, learner.data_parallel_rank)):
         forward(_shortest(batch))
-    learner.let_go()
+    learner.free_gathered()
     return ranks.sum(out if learner.is_first_of_team else torch.zeros_like(out))
 
 

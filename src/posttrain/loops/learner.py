@@ -27,7 +27,7 @@ from posttrain.trainer.parallel import keep_freed_memory
 from posttrain.trainer.policy import Policy, base_below, keep
 from posttrain.trainer.ranks import ALONE, Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
-from posttrain.trainer.sharding import before_backward, copy_weights, let_go
+from posttrain.trainer.sharding import before_backward, copy_weights, free_gathered
 from posttrain.trainer.shards_on_disk import read_shards, write_shards
 from posttrain.trainer.zero import ZeroOptimizer
 from posttrain.weights.gather import gathered_state
@@ -147,11 +147,11 @@ class Learner:
         if not self.config.trainer.reshard_after_forward:
             before_backward(module, last=last)
 
-    def let_go(self) -> None:
-        """See `sharding.let_go`."""
+    def free_gathered(self) -> None:
+        """See `sharding.free_gathered`."""
         for model in (self.policy, self.ref, self.critic):
             if model is not None:
-                let_go(model.module)
+                free_gathered(model.module)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Each step: publish weights -> roll out groups -> score -> assign credit -> update -> log -> evaluate -> checkpoint. In
 one process the native sampler runs the policy's own module, so that new weights are in place the moment they are made;
-to vLLM they are transferred. On several ranks this loop runs on the first of them; the others are its crew (see
-`cluster/crew.py`) and do with it what concerns the models.
+to vLLM they are transferred. On several ranks this loop runs on the first of them; the others are its workers (see
+`cluster/worker_group.py`) and do with it what concerns the models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posttrain.cluster.crew import NOBODY, Crew
+from posttrain.cluster.worker_group import SINGLE_PROCESS, WorkerGroup
 from posttrain.config import ConfigError, RLConfig, config_yaml, load_config, plan_of
 from posttrain.data import DataError, TaskStream
 from posttrain.loops.ahead import Ahead, Draw
@@ -33,7 +33,7 @@ from posttrain.loops.build import (
     training_params,
 )
 from posttrain.loops.collect import Collector, TooManyInvalid, check_invalid_share, usable
-from posttrain.loops.credit import Lesson, credited, kl_of_some
+from posttrain.loops.credit import PackedStep, credited, kl_of_some
 from posttrain.loops.evaluate import Evaluation, evaluate
 from posttrain.loops.fill import Filled, accepted_groups, fill_step, mean_scores, record_filter
 from posttrain.loops.learner import Learner, Models, staged
@@ -81,7 +81,7 @@ class Run:
     collector: Collector
     eval_collector: Collector
     sampling: Sampling
-    crew: Crew
+    workers: WorkerGroup
     saver: Saver
     sinks: Sinks
     log_file: logging.Handler
@@ -121,22 +121,24 @@ def plan_only(config: RLConfig) -> Plan:
     return plan_of(config, len(parts.train))
 
 
-def start(config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None, crew: Crew = NOBODY) -> Run:
+def start(
+    config: RLConfig, *, on_plan: Callable[[Plan], None] | None = None, workers: WorkerGroup = SINGLE_PROCESS
+) -> Run:
     """A new run: reads all data, prints the plan, makes the directory, loads the model.
 
     Raises the error of the room that finds something wrong; then nothing is left running, and no run in the directory.
     """
     with ExitStack() as undo:
-        parts, plan = _prepare(config, on_plan, crew, undo)
+        parts, plan = _prepare(config, on_plan, workers, undo)
         directory = RunDirectory.create(config.run.directory, config_yaml(config), plan.render())
         undo.callback(directory.abandon)
         sinks = _sinks(config, directory, None, undo)
-        run = _assemble(config, directory, parts, plan, checkpoint=None, crew=crew, sinks=sinks)
+        run = _assemble(config, directory, parts, plan, checkpoint=None, workers=workers, sinks=sinks)
         undo.pop_all()
     return run
 
 
-def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None, crew: Crew = NOBODY) -> Run:
+def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None, workers: WorkerGroup = SINGLE_PROCESS) -> Run:
     """The run at `path`, at its latest checkpoint; from the beginning when it was killed before the first one.
 
     A run that is finished comes back finished: `Run.finished` says so, and `train` does nothing more.
@@ -151,16 +153,16 @@ def resume(path: Path, *, on_plan: Callable[[Plan], None] | None = None, crew: C
             raise ConfigError(
                 [f"{path / 'config.yaml'}: run.steps is {config.run.steps}, and {latest.step} steps are done; {fix}"]
             )
-        parts, plan = _prepare(config, on_plan, crew, undo)
+        parts, plan = _prepare(config, on_plan, workers, undo)
         sinks = _sinks(config, directory, latest, undo)
-        run = _assemble(config, directory, parts, plan, checkpoint=latest, crew=crew, sinks=sinks)
+        run = _assemble(config, directory, parts, plan, checkpoint=latest, workers=workers, sinks=sinks)
         directory.rewind(-1 if latest is None else run.step)  # -1: also the evaluation before the first step
         undo.pop_all()
     return run
 
 
 def _prepare(
-    config: RLConfig, on_plan: Callable[[Plan], None] | None, crew: Crew, undo: ExitStack
+    config: RLConfig, on_plan: Callable[[Plan], None] | None, workers: WorkerGroup, undo: ExitStack
 ) -> tuple[Parts, Plan]:
     """Everything that can be found wrong before a model loads. undo: closes the parts unless the run comes about."""
     parts = load_parts(config)
@@ -169,7 +171,7 @@ def _prepare(
     if on_plan is not None:
         on_plan(plan)
     check_sinks(config.run.sinks)
-    check_room(config, crew.ranks)
+    check_room(config, workers.ranks)
     check_search(parts)
     return parts, plan
 
@@ -184,8 +186,8 @@ def train(run: Run) -> Run:
     with asyncio.Runner() if run.ahead is None else Background() as runner:
         if isinstance(runner, Background):
             run.sampling.renew_while_held(runner.soon)
-            if run.crew.pool is not None:
-                run.crew.pool.soon = runner.soon
+            if run.workers.pool is not None:
+                run.workers.pool.soon = runner.soon
         try:
             if run.step == 0 and 0 in run.plan.eval_steps:
                 _log(run, _evaluate(run, runner, Metrics()))
@@ -223,11 +225,11 @@ def train_step(run: Run, runner: Runner, metrics: Metrics) -> None:
     _stop_if_broken(run, trajectories)
 
     # 2. assign credit: rewards -> advantages
-    lesson = Lesson.of(kept) if kept else None
-    run.crew.order("learn", lesson, run.step + 1, learner.kl_coef)  # from here on the crew does as this loop does
-    if lesson is not None:
+    packed = PackedStep.of(kept) if kept else None
+    run.workers.order("learn", packed, run.step + 1, learner.kl_coef)
+    if packed is not None:
         with timed(metrics, "time/logprobs"):
-            batch = credited(lesson, learner)
+            batch = credited(packed, learner)
         record_groups(metrics, batch, kept)
         record_credit(metrics, batch, learner.policy.version)
         if learner.kl_is_only_measured:
@@ -284,8 +286,8 @@ def publish(run: Run, runner: Runner, metrics: Metrics | None = None) -> None:
     * an engine in this process gets them on the event loop that uses it, and this thread waits;
     * the native sampler reads the replica, which is overwritten between two of its forwards.
     """
-    run.crew.order("publish")
-    if run.ahead is not None and run.crew.pool is not None:
+    run.workers.order("publish")
+    if run.ahead is not None and run.workers.pool is not None:
         asyncio.run(run.sampling.refresh(metrics))
     elif run.ahead is None or run.sampling.publisher is not None:
         run.learner.publish()
@@ -357,7 +359,7 @@ def checkpoint(run: Run, runner: Runner) -> None:
     run.saver.wait()
     step, draft = run.step, run.store.begin(run.step)
     write_ahead(draft)  # now: what it writes is trained on next
-    run.crew.order("save", draft)
+    run.workers.order("save", draft)
     write, metric = staged(run.learner, run.parts.tokenizer), None if best is None else run.measured.get(best)
 
     def work() -> None:
@@ -409,16 +411,16 @@ def _assemble(
     plan: Plan,
     *,
     checkpoint: Checkpoint | None,
-    crew: Crew,
+    workers: WorkerGroup,
     sinks: Sinks,
 ) -> Run:
     models = Models(config, plan.optimizer_steps)
     if checkpoint is not None:
         models = replace(models, checkpoint=checkpoint.path, version=checkpoint.state()["policy_version"])
-    crew.order("begin", models)
-    learner = models.load(crew.ranks)
+    workers.order("begin", models)
+    learner = models.load(workers.ranks)
     stream_seed = config.run.seed if config.data.seed is None else config.data.seed
-    sampling = crew.sampling(learner, parts.tokenizer)
+    sampling = workers.sampling(learner, parts.tokenizer)
     run = Run(
         config=config,
         directory=directory,
@@ -427,7 +429,7 @@ def _assemble(
         parts=parts,
         learner=learner,
         sampling=sampling,
-        crew=crew,
+        workers=workers,
         saver=Saver(background=config.checkpoint.background),
         stream=TaskStream(
             parts.train, seed=stream_seed, shuffle=config.data.shuffle, curriculum=config.data.curriculum

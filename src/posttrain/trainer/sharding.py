@@ -117,7 +117,7 @@ def before_backward(module: nn.Module, *, last: bool) -> None:
         part.set_reshard_after_backward(last, recurse=False)
 
 
-def let_go(module: nn.Module) -> None:
+def free_gathered(module: nn.Module) -> None:
     """Frees weights that a forward without backward left gathered; after a step they would be out of date."""
     for part in sharded_parts(module):
         part.reshard()
@@ -192,7 +192,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
     target: loaded like `source`, so that parameters that do not train are equal already. Every rank has to call it.
     """
-    let_go(source)
+    free_gathered(source)
     into, at_hand = dict(target.named_parameters()), getattr(source, AT_HAND, nullcontext)
     trained = [(into[name], parameter) for name, parameter in source.named_parameters() if parameter.requires_grad]
     by_rows = [(place, p) for place, p in trained if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
@@ -238,7 +238,7 @@ def _gather_rows(bucket: Sequence[tuple[Tensor, DTensor]]) -> None:
 
 def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """The state dict of a sharded module, gathered tensor by tensor into host memory; empty where not `keep`."""
-    let_go(module)
+    free_gathered(module)
     state: dict[str, Tensor] = {}
     at_hand = getattr(module, AT_HAND, nullcontext)
     for name, value in module.state_dict(keep_vars=True).items():

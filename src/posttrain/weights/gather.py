@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.trainer.lora import trained_state
 from posttrain.trainer.policy import Policy
-from posttrain.trainer.sharding import AT_HAND, let_go, sharded_parts, whole
+from posttrain.trainer.sharding import AT_HAND, free_gathered, sharded_parts, whole
 from posttrain.weights.adapters import adapter_of, as_factors
 from posttrain.weights.buckets import BUCKET_BYTES, Named, layout
 from posttrain.weights.manifest import Manifest, Spec, once
@@ -44,7 +44,7 @@ def gathered(policy: Policy) -> Iterator[Named]:
     if at_hand is nullcontext and not sharded_parts(policy.module):
         yield from once(state)
         return
-    let_go(policy.module)
+    free_gathered(policy.module)
     for name, _ in once(state):
         with at_hand(state[name]):
             local = state[name].detach()
@@ -72,7 +72,7 @@ def factors_of(policy: Policy) -> Manifest:
     return Manifest.of_state(dict(as_factors(policy.module, like)))
 
 
-def help_to_gather(policy: Policy) -> None:
+def join_gather(policy: Policy) -> None:
     """Takes part in the collectives of `gathered` on a rank that does not need the tensors itself."""
     for _ in gathered(policy):
         pass
@@ -92,7 +92,7 @@ def write_files(tensors: Iterator[Named], manifest: Manifest, folder: Path) -> i
 
 
 def as_json(manifest: Manifest) -> dict[str, Any]:
-    """For a line to another process; `from_json` reads it."""
+    """For a channel to another process; `from_json` reads it."""
     tensors = {n: [list(s.shape), str(s.dtype).removeprefix("torch.")] for n, s in manifest.tensors.items()}
     return {"tensors": tensors, "tied": manifest.tied}
 

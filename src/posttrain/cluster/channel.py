@@ -1,4 +1,4 @@
-"""What two processes of one run say to each other: one JSON object a line, over TCP, and signs of life between them.
+"""Messages between two processes of one run: one JSON object a line, over TCP, and heartbeats between them.
 
 Address and secret are known from elsewhere: to ranks by `torch.distributed`, to samplers from who started them.
 """
@@ -34,7 +34,7 @@ class RankLost(RuntimeError):
     """Another process of the run is gone; it says itself why."""
 
 
-class Line:
+class Channel:
     """One end of a connection; `rank` is the number of whoever is at the other end, and `kind` what it is."""
 
     def __init__(self, connection: socket.socket, rank: int, kind: str = "rank") -> None:
@@ -53,10 +53,10 @@ class Line:
     @classmethod
     def call(cls, address: tuple[str, int], secret: str, rank: int) -> Self:
         """From a rank or sampler of this number to rank 0."""
-        line = cls(socket.create_connection(address, SECONDS), 0)
-        line._socket.settimeout(None)
-        line.send({"secret": secret, "rank": rank, "process": os.getpid(), "machine": machine()})
-        return line
+        channel = cls(socket.create_connection(address, SECONDS), 0)
+        channel._socket.settimeout(None)
+        channel.send({"secret": secret, "rank": rank, "process": os.getpid(), "machine": machine()})
+        return channel
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Waits for nobody: what the other end does not read yet is sent on a thread, in the order of the calls. Raises
@@ -135,7 +135,7 @@ class Line:
         self._reader.start()
 
     def wait_for_end(self, seconds: float) -> None:
-        """Until the other end has closed the line, which has to be listened to; not longer than that."""
+        """Until the other end has closed the channel, which has to be listened to; not longer than that."""
         if self._reader is not None:
             self._reader.join(max(0.0, seconds))
 
@@ -155,7 +155,7 @@ class Line:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class Exchange:
+class ChannelServer:
     """Where rank 0 is called. `secret` keeps out whoever else can reach the port."""
 
     def __init__(self, host: str, port: int = 0, secret: str | None = None) -> None:
@@ -167,9 +167,9 @@ class Exchange:
         self.address = ("127.0.0.1" if local else host, int(self._server.getsockname()[1]))
         self.secret = secrets.token_hex(16) if secret is None else secret
 
-    def answer(self, count: int) -> tuple[Line, ...]:
+    def answer(self, count: int) -> tuple[Channel, ...]:
         """Lines to ranks 1 to `count`, in this order. Raises RankLost when one of them does not call."""
-        found: dict[int, Line] = {}
+        found: dict[int, Channel] = {}
         with self._server:
             while len(found) < count:
                 try:
@@ -177,12 +177,12 @@ class Exchange:
                 except TimeoutError:
                     missing = sorted({*range(1, count + 1)} - found.keys())
                     raise RankLost(f"ranks {missing} did not call within {SECONDS:.0f} seconds") from None
-                if (line := self._admitted(connection, "rank")) is not None:
-                    found[line.rank] = line
+                if (channel := self._admitted(connection, "rank")) is not None:
+                    found[channel.rank] = channel
         return tuple(found[rank] for rank in sorted(found))
 
-    def keep_answering(self, kind: str, hear: Callable[[Line], None]) -> None:
-        """Gives a line to everybody who calls, one at a time, to `hear`, on a thread of its own, until `close`."""
+    def keep_answering(self, kind: str, hear: Callable[[Channel], None]) -> None:
+        """Gives a channel to everybody who calls, one at a time, to `hear`, on a thread of its own, until `close`."""
 
         def work() -> None:
             while True:
@@ -196,8 +196,8 @@ class Exchange:
                     log.warning("no %s can call just now (%s)", kind, error)  # too many open files, for instance
                     time.sleep(BEAT_SECONDS)
                     continue
-                if (line := self._admitted(connection, kind)) is not None:
-                    hear(line)
+                if (channel := self._admitted(connection, kind)) is not None:
+                    hear(channel)
 
         threading.Thread(target=work, name=f"calls of a {kind}", daemon=True).start()
 
@@ -207,18 +207,18 @@ class Exchange:
             self._server.shutdown(socket.SHUT_RDWR)  # who waits in `accept` wakes up
         self._server.close()
 
-    def _admitted(self, connection: socket.socket, kind: str) -> Line | None:
+    def _admitted(self, connection: socket.socket, kind: str) -> Channel | None:
         """None for who does not know the secret."""
         connection.settimeout(HELLO_SECONDS)
-        line = Line(connection, -1, kind)
-        said: Any = line.receive(HELLO_BYTES)
+        channel = Channel(connection, -1, kind)
+        said: Any = channel.receive(HELLO_BYTES)
         secret = str(said.get("secret")) if isinstance(said, dict) else ""  # a stranger may say anything
         if not hmac.compare_digest(secret.encode(errors="replace"), self.secret.encode()):
-            line.close()
+            channel.close()
             return None
         connection.settimeout(None)
-        line.rank, line.said = int(said["rank"]), said
-        return line
+        channel.rank, channel.said = int(said["rank"]), said
+        return channel
 
 
 def _listening(host: str, port: int) -> socket.socket:

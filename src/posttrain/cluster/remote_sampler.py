@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from posttrain.cluster.homes import Homes
-from posttrain.cluster.line import RankLost
+from posttrain.cluster.channel import RankLost
 from posttrain.cluster.pool import Member, Message, Pool, State
+from posttrain.cluster.routing import Routing
 from posttrain.cluster.sampler import answer_in, counted, give, plain
 from posttrain.sampler.own_copy import NO_WEIGHTS
 from posttrain.sampler.protocol import Sampled, SamplingParams
@@ -49,7 +49,7 @@ class PoolSampler:
     asleep: bool = False
     _begin: Message | None = None  # what whoever calls is told when nobody sleeps any more
     _open: dict[int, _Open] = field(default_factory=dict[int, _Open])
-    _homes: Homes[Member] = field(default_factory=Homes[Member])
+    _routing: Routing[Member] = field(default_factory=Routing[Member])
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _counted: dict[Member, dict[str, int]] = field(
         default_factory=dict[Member, dict[str, int]]
@@ -84,16 +84,16 @@ class PoolSampler:
                 self.pool.tell(asked.member, {"do": "cancel", "id": number})
 
     def release(self, session: str) -> None:
-        member = self._homes.sessions.pop(session, None)
+        member = self._routing.sessions.pop(session, None)
         if member is not None and member.there:
             self.pool.tell(member, {"do": "release", "session": session})
 
     def reset(self) -> None:
         """Drops every cache, unless requests are open: who gets new weights then drops what it cached of old ones."""
-        self._homes.prompts.clear()
+        self._routing.prompts.clear()
         if self._open:
             return
-        self._homes.clear()
+        self._routing.clear()
         for member in self.pool.members(State.SERVING):
             self.pool.tell(member, {"do": "reset"})
 
@@ -194,7 +194,7 @@ class PoolSampler:
         if not serving:
             return None
         load = Counter(id(asked.member) for asked in list(self._open.values()))
-        return self._homes.choose(message["ids"], message["session"], serving, lambda member: load[id(member)])
+        return self._routing.choose(message["ids"], message["session"], serving, lambda member: load[id(member)])
 
     def _ask_again(self, lost: Member) -> None:
         """What it had goes to others, or waits for the next that serves."""
@@ -203,7 +203,7 @@ class PoolSampler:
             self._place(asked, lost)
 
     def _take(self, member: Member, said: Message) -> None:
-        """An answer, on the thread of the member's line."""
+        """An answer, on the thread of the member's channel."""
         self._counted[member] = said.get("counters") or self._counted.get(member, {})
         asked = self._open.get(said["id"])
         if asked is None or asked.member is not member:

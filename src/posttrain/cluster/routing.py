@@ -1,4 +1,4 @@
-"""Which of several samplers gets a request."""
+"""Session affinity: which of several samplers gets a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Who = TypeVar("Who")
 
 
 @dataclass(slots=True)
-class Homes(Generic[Who]):
+class Routing(Generic[Who]):
     """An episode stays where its keys are, and requests with one prompt go to one sampler, so that a group's prompt is
     computed once. Otherwise the sampler with the fewest open requests gets the next."""
 

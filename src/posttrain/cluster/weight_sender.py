@@ -8,7 +8,7 @@ One `publish` on rank 0, between two steps; requests may be open, and go on unde
 
 by broadcast: one process group of rank 0 and all that need the weights (gloo, NCCL between GPUs), formed anew when
 others need them than the last time. shared: buckets in memory of rank 0 that samplers on its machine see, each told
-over its line. by disk: safetensors in the run directory, kept until the next version.
+over its channel. by disk: safetensors in the run directory, kept until the next version.
 A sampler that is lost meanwhile is left out, and the others are given the weights again.
 """
 
@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.cluster.asking import PoolSampler
-from posttrain.cluster.line import RankLost, machine, on_a_thread
+from posttrain.cluster.channel import RankLost, machine, on_a_thread
 from posttrain.cluster.pool import Member, Message, Pool, State
+from posttrain.cluster.remote_sampler import PoolSampler
 from posttrain.cluster.sampler import plain, sampled
 from posttrain.packing import Batch
 from posttrain.sampler.config import SamplerConfig
@@ -131,8 +131,8 @@ class PoolPublisher:
     # -- who comes amid a rollout --------------------------------------------------------------------------------------
 
     def _somebody_is_ready(self) -> None:
-        """On the thread of its line. The first weights are given by `publish`; later, who comes gets them at once while
-        the ranks wait for what comes of a rollout, and otherwise from the next `publish`."""
+        """On the thread of its channel. The first weights are given by `publish`; later, a sampler that calls gets them
+        at once while the ranks wait for what comes of a rollout, and otherwise from the next `publish`."""
         loop = self.sampler.loop
         if self.sampler.given < 0:
             return
@@ -244,7 +244,7 @@ class PoolPublisher:
         world, device = len(members) + 1, self.policy.device
         meet, store, backend = None, None, "nccl" if device.type == "cuda" else "gloo"
         if self._group is None or self._grouped != members:
-            host = self.pool.exchange.address[0]
+            host = self.pool.server.address[0]
             store = listen(host, world)
             meet = {"host": host, "port": store.port, "world": world, "backend": backend}
         replies = self._ask(members, lambda rank: {"meet": None if meet is None else meet | {"rank": rank}})
@@ -349,9 +349,9 @@ def _failed(replies: Replies) -> str:
 def _refuse_other_machines(members: Sequence[Member]) -> None:
     here = machine()
     if elsewhere := [
-        f"{member} on {member.line.said.get('machine')}"
+        f"{member} on {member.channel.said.get('machine')}"
         for member in members
-        if member.line.said.get("machine") != here
+        if member.channel.said.get("machine") != here
     ]:
         raise WeightError(
             f"sampler.transport: shared reaches samplers on the machine of rank 0 ({here}) alone, and there is "

@@ -1,6 +1,6 @@
-"""The ranks of a run besides the first: what rank 0 can ask of them, and how they do it.
+"""The other ranks as the workers of rank 0: what it can order, and how they do it.
 
-    order     rank 0 does at the same time                 a rank of the crew does
+    order     rank 0 does at the same time                 another rank does
     begin     loads its models                             loads its models, of the same config and checkpoint
     publish   copies the weights to its sampler            the same, and empties its sampler
     sample    other things                                 answers one request of the rollout
@@ -11,7 +11,7 @@
     save      gathers the shards and writes                helps to gather
     stop      ends                                         ends
 
-Orders come over a line of its own, so that a rank can wait for hours; collectives are only for what all do at once.
+Orders come over channels of their own, so that a rank can wait for hours; collectives are only for what all do at once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.cluster.answering import Answering
-from posttrain.cluster.asking import PoolSampler
-from posttrain.cluster.giving import PoolPublisher
-from posttrain.cluster.line import Exchange, Line
+from posttrain.cluster.channel import Channel, ChannelServer
 from posttrain.cluster.pool import LAST_SECONDS, Pool
+from posttrain.cluster.remote_sampler import PoolSampler
+from posttrain.cluster.request_handler import RequestHandler
 from posttrain.cluster.sampler import SpreadSampler
-from posttrain.cluster.watch import Watch
+from posttrain.cluster.watchdog import Watchdog
+from posttrain.cluster.weight_sender import PoolPublisher
 from posttrain.config import ClusterConfig, RLConfig
 from posttrain.loops.build import load_tokenizer
-from posttrain.loops.credit import Lesson, credited, kl_of_some
+from posttrain.loops.credit import PackedStep, credited, kl_of_some
 from posttrain.loops.learner import Learner, Models, staged
 from posttrain.loops.samplers import Sampling, empty_cache, open_sampling, sampler_of_rank, with_sleep
 from posttrain.loops.saver import Saver
@@ -46,45 +46,45 @@ from posttrain.loops.update import update
 from posttrain.packing import Batch
 from posttrain.sampler.native import NativeSampler
 from posttrain.trainer.ranks import ALONE, Ranks
-from posttrain.weights.gather import as_json, help_to_gather
+from posttrain.weights.gather import as_json, join_gather
 from posttrain.weights.shared import collect
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
-    """As rank 0 sees it; a run on one process has NOBODY. pool: of samplers that are processes of their own."""
+class WorkerGroup:
+    """As rank 0 sees it; a run on one process has SINGLE_PROCESS. pool: of samplers that are processes of their own."""
 
     ranks: Ranks = ALONE
-    lines: tuple[Line, ...] = ()
+    channels: tuple[Channel, ...] = ()
     pool: Pool | None = None
-    watch: Watch | None = None
+    watchdog: Watchdog | None = None
 
     @classmethod
-    def muster(cls, ranks: Ranks, settings: ClusterConfig) -> Crew:
+    def connect(cls, ranks: Ranks, settings: ClusterConfig) -> WorkerGroup:
         """On rank 0: waits for the other ranks to call. Samplers may call from now on."""
-        pool = Pool.muster(settings) if settings.samplers else None
-        lines: tuple[Line, ...] = ()
+        pool = Pool.listen(settings) if settings.samplers else None
+        channels: tuple[Channel, ...] = ()
         if ranks.size > 1:
-            exchange = Exchange(os.environ["MASTER_ADDR"])
-            ranks.share((exchange.address, exchange.secret))
-            lines = exchange.answer(ranks.size - 1)
-        return cls(ranks, lines, pool, Watch(settings, lines, pool))
+            server = ChannelServer(os.environ["MASTER_ADDR"])
+            ranks.share((server.address, server.secret))
+            channels = server.answer(ranks.size - 1)
+        return cls(ranks, channels, pool, Watchdog(settings, channels, pool))
 
     def order(self, do: str, *what: Any) -> None:
         """`what` is given to every rank as it is here."""
         self.note(do)
-        for line in self.lines:
-            line.send({"do": do})
-        if self.lines and what:
+        for channel in self.channels:
+            channel.send({"do": do})
+        if self.channels and what:
             self.ranks.share(what)
 
     def note(self, do: str) -> None:
-        """For the watch: what others are ordered to do from now on."""
-        if self.watch is not None:
-            self.watch.ordered = do, time.monotonic()
+        """For the watchdog: what others are ordered to do from now on."""
+        if self.watchdog is not None:
+            self.watchdog.ordered = do, time.monotonic()
 
     def sampler(self, local: NativeSampler) -> NativeSampler | SpreadSampler:
-        return SpreadSampler(local, self.lines) if self.lines else local
+        return SpreadSampler(local, self.channels) if self.channels else local
 
     def sampling(self, learner: Learner, tokenizer: Any) -> Sampling:
         """What the run samples with: the sampler of this process, those of all ranks, or those beside them."""
@@ -92,11 +92,11 @@ class Crew:
             found = open_sampling(learner, tokenizer, self.sampler)
         else:
             found = self._apart(learner, self.pool)
-            for line in self.lines:
-                line.listen(lambda said: None)  # for its signs of life
-        if self.watch is not None:
-            self.watch.waiting = getattr(found.sampler, "waiting", dict)
-            self.watch.start()
+            for channel in self.channels:
+                channel.listen(lambda said: None)  # for its signs of life
+        if self.watchdog is not None:
+            self.watchdog.waiting = getattr(found.sampler, "waiting", dict)
+            self.watchdog.start()
         return found
 
     def _apart(self, learner: Learner, pool: Pool) -> Sampling:
@@ -122,17 +122,17 @@ class Crew:
 
     def _make_room(self) -> None:
         self.order("room")
-        give_back(self.ranks)
+        release_gpu_memory(self.ranks)
 
     def close(self) -> None:
-        if self.watch is not None:
-            self.watch.stop()
+        if self.watchdog is not None:
+            self.watchdog.stop()
         if self.pool is not None:
             self.pool.close()
             collect()
         until = time.monotonic() + LAST_SECONDS
-        for line in self.lines:
-            line.close(until - time.monotonic())
+        for channel in self.channels:
+            channel.close(until - time.monotonic())
 
 
 def weights_folder(config: RLConfig) -> Path:
@@ -144,7 +144,7 @@ def weights_folder(config: RLConfig) -> Path:
     return Path(config.sampler.folder) / f"posttrain-weights-{name}"
 
 
-NOBODY = Crew()
+SINGLE_PROCESS = WorkerGroup()
 WAITS = "waits for orders"
 
 
@@ -155,10 +155,10 @@ class LeaderLost(RuntimeError):
 def follow(ranks: Ranks) -> None:
     """What every rank but the first does, until rank 0 says stop. Raises LeaderLost when rank 0 ends otherwise."""
     address, secret = ranks.receive()
-    line = Line.call(address, secret, ranks.rank)
-    line.does = "loads its models"
-    line.beat()
-    first = line.receive()
+    channel = Channel.call(address, secret, ranks.rank)
+    channel.does = "loads its models"
+    channel.beat()
+    first = channel.receive()
     if first is None:
         raise LeaderLost
     if first["do"] == "stop":
@@ -167,16 +167,16 @@ def follow(ranks: Ranks) -> None:
     learner = models.load(ranks)
     apart = learner.config.cluster.samplers
     sampler = None if apart else sampler_of_rank(learner, load_tokenizer(learner.config.model.path))
-    asyncio.run(_Follower(learner, sampler, line).serve())
+    asyncio.run(_Follower(learner, sampler, channel).serve())
 
 
 class _Follower:
-    def __init__(self, learner: Learner, sampler: NativeSampler | None, line: Line) -> None:
+    def __init__(self, learner: Learner, sampler: NativeSampler | None, channel: Channel) -> None:
         self.learner = learner
         self.sampler = sampler
-        self.line = line
+        self.channel = channel
         self.saver = Saver(background=learner.config.checkpoint.background)
-        self.answering = None if sampler is None else Answering(sampler, line)
+        self.requests = None if sampler is None else RequestHandler(sampler, channel)
 
     async def serve(self) -> None:
         orders: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -186,19 +186,19 @@ class _Follower:
             with suppress(RuntimeError):  # the loop is closed: rank 0 hangs up after it has said stop
                 loop.call_soon_threadsafe(orders.put_nowait, said)
 
-        self.line.listen(hear)
-        self.line.does = WAITS
+        self.channel.listen(hear)
+        self.channel.does = WAITS
         while (order := await orders.get()) is not None:
-            if self.answering is not None:
-                if self.answering.hear(order):
+            if self.requests is not None:
+                if self.requests.hear(order):
                     continue
-                await self.answering.idle()
+                await self.requests.idle()
             if order["do"] == "stop":
                 self.saver.wait()
                 return
-            self.line.does = f"does {order['do']}"
+            self.channel.does = f"does {order['do']}"
             self._obey(order["do"])
-            self.line.does = WAITS
+            self.channel.does = WAITS
         raise LeaderLost
 
     def _obey(self, do: str) -> None:
@@ -209,24 +209,24 @@ class _Follower:
                 if self.sampler is not None:
                     self.sampler.reset()
             case "gather":
-                help_to_gather(learner.policy)
+                join_gather(learner.policy)
             case "probe":
                 logprobs_of(learner, learner.ranks.receive()[0])
             case "room":
-                give_back(learner.ranks)
+                release_gpu_memory(learner.ranks)
             case "save":
                 self.saver.wait()
                 (draft,) = learner.ranks.receive()
                 write = staged(learner)
                 self.saver.do(lambda: write(draft))
             case "learn":
-                lesson, step, learner.kl_coef = learner.ranks.receive()
-                learn(learner, lesson, step)
+                packed, step, learner.kl_coef = learner.ranks.receive()
+                learn(learner, packed, step)
             case _:
                 raise ValueError(f"rank 0 orders {do!r}, which is not known here: do all ranks run the same version?")
 
 
-def give_back(ranks: Ranks) -> None:
+def release_gpu_memory(ranks: Ranks) -> None:
     """What torch has freed goes back to the GPUs, on all ranks before this ends on any; every rank has to ask."""
     empty_cache()
     ranks.sum(torch.zeros(1))
@@ -236,13 +236,13 @@ def give_back(ranks: Ranks) -> None:
 def logprobs_of(learner: Learner, batch: Batch) -> Tensor:
     """[T] on the host, at temperature 1; every rank has to ask."""
     logprobs = learner.policy.logprobs(batch).cpu()
-    learner.let_go()
+    learner.free_gathered()
     return logprobs
 
 
-def learn(learner: Learner, lesson: Lesson | None, step: int) -> None:
+def learn(learner: Learner, packed: PackedStep | None, step: int) -> None:
     """The second and third part of `rl.train_step`, without looking at what comes of it."""
-    batch = None if lesson is None else credited(lesson, learner)
+    batch = None if packed is None else credited(packed, learner)
     if batch is not None and learner.kl_is_only_measured:
         kl_of_some(batch, learner)
     update(learner, batch, step=step)

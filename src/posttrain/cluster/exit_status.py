@@ -1,4 +1,4 @@
-"""Exit statuses of the processes of a run: which one is to blame, and whether starting again may help."""
+"""Exit statuses of the processes of a run: which process failed first, and whether starting again may help."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEADER_GONE = 75  # exit status of a rank or sampler that only found out that ra
 TAIL = 60  # lines of a failed process
 
 
-def verdict(statuses: Sequence[int], tail: Callable[[int], str]) -> int:
+def launch_status(statuses: Sequence[int], tail: Callable[[int], str]) -> int:
     """0 when all ranks ended well; otherwise says which one is to blame, with its last lines, and gives its status.
 
     Not one that only noticed that another one was gone: one that was killed goes before one that failed, and rank 0,
@@ -19,20 +19,20 @@ def verdict(statuses: Sequence[int], tail: Callable[[int], str]) -> int:
     failed = [rank for rank, status in enumerate(statuses) if status]
     if not failed:
         return 0
-    first = (guilty(statuses) or failed)[0]
+    first = (culprits(statuses) or failed)[0]
     status = statuses[first]
     if first or status < 0:
-        blame(f"rank {first}", status, tail(first))
+        report_failure(f"rank {first}", status, tail(first))
     return 128 - status if status < 0 else status
 
 
-def guilty(statuses: Sequence[int]) -> list[int]:
+def culprits(statuses: Sequence[int]) -> list[int]:
     """Ranks that were killed; without any those that failed, besides rank 0, and not because it was gone."""
     killed = [rank for rank, status in enumerate(statuses) if status < 0]
     return killed or [rank for rank, status in enumerate(statuses) if rank and status not in (0, LEADER_GONE)]
 
 
-def blame(who: str, status: int, said: str) -> None:
+def report_failure(who: str, status: int, said: str) -> None:
     """On stderr, with its last lines."""
     print(f"{who} {how_ended(status)}" + (f"; it said:\n{said}" if said else ""), file=sys.stderr)
 

@@ -1,4 +1,5 @@
-"""Samplers beside the ranks of a launch, wherever they run: which of them start again, and when that ends the run."""
+"""Supervises the samplers of a launch, wherever they run: which of them start again, and when that ends the run. Rank
+0 asks here for the end of a process that is lost."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from posttrain.cluster.verdict import LEADER_GONE, blame, how_ended
+from posttrain.cluster.exit_status import LEADER_GONE, how_ended, report_failure
 
 CALLS = "POSTTRAIN_CALLS"  # HOST:PORT at which rank 0 answers samplers
 SECRET = "POSTTRAIN_SECRET"  # that they know each other by
-WISHES = "POSTTRAIN_WISHES"  # descriptor on which rank 0 names processes to be ended
+KILL_REQUESTS = "POSTTRAIN_KILL_REQUESTS"  # descriptor on which rank 0 names processes to be ended
 SAMPLER = "POSTTRAIN_SAMPLER"  # number of a sampler
 NEIGHBOURS = "POSTTRAIN_NEIGHBOURS"  # samplers on its machine
 GAVE_UP = 1  # exit status of a launch
 PATIENCE_SECONDS = 2.0  # for the end of rank 0 to be seen by whoever saw that of a sampler
-GRANT_SECONDS = 5.0  # for a process that rank 0 wants ended: it may be ending, and saying why
+KILL_GRACE_SECONDS = 5.0  # for a process that rank 0 wants ended: it may be ending, and saying why
 
 
-class Known(Protocol):
-    """A line: its text is rank or sampler, and the number."""
+class Peer(Protocol):
+    """A channel: its text is rank or sampler, and the number."""
 
     @property
     def process(self) -> int: ...
@@ -57,7 +58,7 @@ def calls_at(host: str, port: int) -> dict[str, str]:
     return {CALLS: f"{host}:{port}", SECRET: secrets.token_hex(16)}
 
 
-class Wish(NamedTuple):
+class KillRequest(NamedTuple):
     """A process that rank 0 wants ended: rank or sampler, its number, its process id."""
 
     kind: str
@@ -65,37 +66,37 @@ class Wish(NamedTuple):
     process: int
 
 
-def wish(line: Known) -> None:
+def request_kill(channel: Peer) -> None:
     """On rank 0: the end of the process at the other end. Whoever started it sees to it; torchrun does not."""
-    if WISHES in os.environ:
-        os.write(int(os.environ[WISHES]), f"{line} {line.process}\n".encode())
+    if KILL_REQUESTS in os.environ:
+        os.write(int(os.environ[KILL_REQUESTS]), f"{channel} {channel.process}\n".encode())
 
 
-def wishes_in(said: bytes) -> list[Wish]:
-    """What `wish` has written."""
+def kill_requests_in(said: bytes) -> list[KillRequest]:
+    """What `request_kill` has written."""
     words = [line.split() for line in said.decode().splitlines()]
-    return [Wish(kind, int(number), int(process)) for kind, number, process in words]
+    return [KillRequest(kind, int(number), int(process)) for kind, number, process in words]
 
 
-class Wishes:
-    """Those that have not been granted. A process whose line broke may have failed, which is no reason to start it
+class KillRequests:
+    """Those that are not done yet. A process whose connection broke may have failed, which is no reason to start it
     again: it gets some seconds to end by itself."""
 
     def __init__(self) -> None:
-        self._since: dict[Wish, float] = {}
+        self._since: dict[KillRequest, float] = {}
 
-    def due(self, new: Sequence[Wish]) -> list[Wish]:
-        """Those to be granted now. new: made since the last time."""
+    def due(self, new: Sequence[KillRequest]) -> list[KillRequest]:
+        """Those to be done now. new: made since the last time."""
         now = time.monotonic()
         for one in new:
             self._since.setdefault(one, now)
-        due = [one for one, since in self._since.items() if now - since >= GRANT_SECONDS]
+        due = [one for one, since in self._since.items() if now - since >= KILL_GRACE_SECONDS]
         for one in due:
             del self._since[one]
         return due
 
 
-class Beside:
+class SamplerSupervisor:
     """Starts the samplers, and again those that were killed. `start` and `tail` (its last lines) take their number."""
 
     def __init__(self, samplers: Samplers, *, start: Callable[[int], None], tail: Callable[[int], str]) -> None:
@@ -110,10 +111,10 @@ class Beside:
             if not status or (status == LEADER_GONE and not self._overdue(number)):
                 continue  # it runs, or was told to stop, or rank 0 will be found dead
             if status > 0 and status != LEADER_GONE:
-                blame(f"sampler {number}", status, self._tail(number))
+                report_failure(f"sampler {number}", status, self._tail(number))
                 return status
             if not self._left:
-                blame(f"sampler {number}", status, self._tail(number))
+                report_failure(f"sampler {number}", status, self._tail(number))
                 print("no sampler may be started again (cluster.sampler_restarts)", file=sys.stderr)
                 return GAVE_UP
             self._left -= 1

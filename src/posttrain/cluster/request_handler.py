@@ -8,17 +8,17 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.cluster.line import Line, RankLost
+from posttrain.cluster.channel import Channel, RankLost
 from posttrain.cluster.sampler import params_of
 from posttrain.sampler.own_copy import NO_WEIGHTS
 from posttrain.sampler.protocol import CountingSampler, Sampler
 
 
-class Answering:
-    """The requests that came over `line` and are open. They wait while `may_sample` is not set."""
+class RequestHandler:
+    """The requests that came over `channel` and are open. They wait while `may_sample` is not set."""
 
-    def __init__(self, sampler: Sampler, line: Line) -> None:
-        self.sampler, self.line = sampler, line
+    def __init__(self, sampler: Sampler, channel: Channel) -> None:
+        self.sampler, self.channel = sampler, channel
         self.may_sample = asyncio.Event()
         self.may_sample.set()
         self._open: dict[int, asyncio.Task[None]] = {}
@@ -53,12 +53,12 @@ class Answering:
             # a transfer broke amid the turn, if there is such a token: rank 0 takes the request away from here
             if NO_WEIGHTS not in done.versions:
                 counted = {"counters": self.sampler.counters()} if isinstance(self.sampler, CountingSampler) else {}
-                self.line.send({"id": number, "sampled": asdict(done), **counted})
+                self.channel.send({"id": number, "sampled": asdict(done), **counted})
         except RankLost:
-            return  # the line's own thread hears it, too
+            return  # the channel's own thread hears it, too
         except Exception as error:  # raised again where it was asked
             with suppress(RankLost):
-                self.line.send({"id": number, "error": str(error), "kind": type(error).__name__})
+                self.channel.send({"id": number, "error": str(error), "kind": type(error).__name__})
         finally:
             if self._open.get(number) is asyncio.current_task():  # else it was cancelled, and is asked again
                 del self._open[number]

@@ -1,6 +1,6 @@
-"""How new weights get into the process of a sampler: the other end of `giving.py`, for every transport.
+"""How new weights get into the process of a sampler: the other end of `weight_sender.py`, for every transport.
 
-What breaks off a transfer is heard on the thread of the line, since who takes weights may hold up everything else.
+What breaks off a transfer is heard on the channel's thread: loading weights may block every other one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.cluster.line import Line
+from posttrain.cluster.channel import Channel
 from posttrain.sampler.own_copy import OwnCopy
 from posttrain.sampler.vllm import VllmSampler
 from posttrain.weights.buckets import Group, connect, open_group, read_buckets, receive
@@ -22,17 +22,17 @@ Engine = OwnCopy | VllmSampler
 Order = dict[str, Any]
 
 
-class Taking:
-    """Weights for `engine`, as rank 0 at the other end of `line` gives them."""
+class TransferReceiver:
+    """Weights for `engine`, as rank 0 at the other end of `channel` gives them."""
 
-    def __init__(self, engine: Engine, line: Line) -> None:
-        self.engine, self.line = engine, line
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self.engine, self.channel = engine, channel
         self._group: Group | None = None
         self._buffers: list[Tensor] = []  # memory of rank 0
         self._pieces = SimpleQueue[Order | None]()  # what has been said of the transfer that goes on
 
     def hear(self, said: Order | None) -> bool:
-        """Whether this was all for the transfer that goes on. None: rank 0 is gone. On the thread of the line."""
+        """Whether this was all for the transfer that goes on. None: rank 0 is gone. On the thread of the channel."""
         if said is not None and said.get("do") == "piece":
             self._pieces.put(said)
             return True
@@ -63,7 +63,7 @@ class Taking:
                 raise
 
     def close(self) -> None:
-        """Lets go of memory of rank 0, before the line is closed: rank 0 waits for that, and then frees it."""
+        """Lets go of memory of rank 0, before the channel is closed: rank 0 waits for that, and then frees it."""
         self._buffers.clear()
 
     def _from_memory(self, order: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -75,7 +75,7 @@ class Taking:
             said = pieces.get()
             if said is None:
                 raise RuntimeError("rank 0 gives up this transfer, or is gone")
-            return said["buffer"], lambda: self.line.send({"reply": said["reply"]})
+            return said["buffer"], lambda: self.channel.send({"reply": said["reply"]})
 
         return take_over(read_buckets(order["buckets"]), self._buffers, hear)
 
