@@ -117,6 +117,22 @@ def test_params_travel_as_they_are():
     assert params_of(plain(PARAMS)) == PARAMS
 
 
+def test_a_channel_may_be_closed_while_it_begins_to_listen(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+):
+    """A pool is closed on one thread while a sampler that has just called is listened to on another."""
+    heard, begin = list[object](), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        pair[0].close()
+        begin(thread)
+        thread.join(10)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pair[0].listen(heard.append)
+    assert heard == [None]
+
+
 def test_strangers_are_not_answered():
     server = ChannelServer("127.0.0.1")
     found: list[tuple[Channel, ...]] = []

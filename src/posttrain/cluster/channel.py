@@ -74,8 +74,7 @@ class Channel:
                 raise RankLost(f"{self} is gone ({error})") from error
             if sent < len(said):
                 self._unsent.append(said[sent:])
-                self._writer = threading.Thread(target=self._send_rest, name=f"to {self}", daemon=True)
-                self._writer.start()
+                self._writer = _started(self._send_rest, f"to {self}")
 
     def _send_rest(self) -> None:
         left = True
@@ -115,7 +114,7 @@ class Channel:
                     self.send({"beat": self.does})
                     time.sleep(BEAT_SECONDS)
 
-        threading.Thread(target=work, name="beat", daemon=True).start()
+        _started(work, "beat")
 
     def listen(self, hear: Callable[[dict[str, Any] | None], object]) -> None:
         """Gives every message to `hear`, on a thread of its own, and None at the end. Signs of life it keeps."""
@@ -131,8 +130,7 @@ class Channel:
                 hear(message)
             hear(None)
 
-        self._reader = threading.Thread(target=work, name=str(self), daemon=True)
-        self._reader.start()
+        self._reader = _started(work, str(self))
 
     def wait_for_end(self, seconds: float) -> None:
         """Until the other end has closed the channel, which has to be listened to; not longer than that."""
@@ -199,7 +197,7 @@ class ChannelServer:
                 if (channel := self._admitted(connection, kind)) is not None:
                     hear(channel)
 
-        threading.Thread(target=work, name=f"calls of a {kind}", daemon=True).start()
+        _started(work, f"calls of a {kind}")
 
     def close(self) -> None:
         self._closed = True
@@ -237,6 +235,13 @@ def machine() -> str:
     """The same for processes that may share memory: of one host (or one container) since it was started."""
     booted = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {booted.read_text().strip() if booted.is_file() else ''}".strip()
+
+
+def _started(work: Callable[[], object], name: str) -> threading.Thread:
+    """Runs before anybody knows of it: another thread may close the channel meanwhile, and joins what it knows of."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def on_a_thread(work: Callable[[], Result]) -> Future[Result]:
