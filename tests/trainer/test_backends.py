@@ -175,7 +175,7 @@ def drill(case: str, trainer: TrainerConfig, ranks: Ranks, folder: Path) -> None
     with torch.no_grad():
         policy.logprobs(ragged_batch())  # forwards without a backward come between
     rows = take_steps(policy, optimizer, ranks, 0, RESUMED, together=trainer.team)
-    copy_weights(policy.module, copy.module)
+    copy_weights(policy, copy.module)
     gathered = gathered_state(policy, keep=ranks.leads)
     assert all(torch.equal(gathered[name], value.cpu()) for name, value in copy.module.state_dict().items() if gathered)
     states = {"half": optimizer.state_tensors()}
@@ -186,7 +186,7 @@ def drill(case: str, trainer: TrainerConfig, ranks: Ranks, folder: Path) -> None
             save_file(state, folder / f"{name}.safetensors")
         save_file(weights_of(copy.module), folder / "half_weights.safetensors")
         (folder / "rows.json").write_text(json.dumps(rows))
-    copy_weights(policy.module, copy.module)
+    copy_weights(policy, copy.module)
     if ranks.leads:
         save_file(weights_of(copy.module), folder / "weights.safetensors")
 
@@ -199,7 +199,7 @@ def go_on(case: str, trainer: TrainerConfig, ranks: Ranks, source: Path, folder:
     optimizer = divided(policy, trainer, ranks)
     optimizer.load_state_tensors(load_file(source / "half.safetensors"))
     rows = take_steps(policy, optimizer, ranks, RESUMED, STEPS, together=trainer.team)
-    copy_weights(policy.module, copy.module)
+    copy_weights(policy, copy.module)
     if ranks.leads:
         save_file(weights_of(copy.module), folder / "weights.safetensors")
         (folder / "rows.json").write_text(json.dumps(rows))

@@ -139,7 +139,7 @@ class Learner:
     def publish(self) -> None:
         """Copies the policy's weights to the replica, if there is one and its version is another."""
         if self.replica is not None and self.replica.version != self.policy.version:
-            copy_weights(self.policy.module, self.replica.module)
+            copy_weights(self.policy, self.replica.module)
             self.replica.version = self.policy.version
 
     def before_backward(self, module: nn.Module, *, last: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.policy import decoder_hidden_states, packed_hidden_states, scatter
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
-from posttrain.trainer.sharding import RunGathered, shard, shard_alone, unsharded, whole_state
+from posttrain.trainer.sharding import AtHand, RunGathered, shard, shard_alone, unsharded, whole_state
 
 HEAD = "value_head"
 HEAD_FILE = f"{HEAD}.safetensors"
@@ -51,6 +52,7 @@ class Critic:
         self.module = module
         self.head = head
         self.run_gathered: RunGathered = unsharded
+        self.at_hand: AtHand = nullcontext
         self.sequence: SequenceGroup | None = None
         self._place: tuple[torch.device, torch.dtype] | None = None  # see `Policy`
         quicken_norms(module)
@@ -138,7 +140,7 @@ class Critic:
         Shards are gathered: every rank has to call it; with keep=False a rank only helps, and gets nothing.
         """
         if self._place is not None:
-            gathered = whole_state(self.module, keep=keep)
+            gathered = whole_state(self, keep=keep)
             head = {f"{HEAD}/{name}": gathered.pop(f"{HEAD}.{name}") for name in self.head.state_dict() if keep}
             return {name: tensor.to(self.dtype) for name, tensor in gathered.items()} | head
         if not keep:

@@ -6,7 +6,7 @@ log-probs are those of every other backend, so that packed rows and shared prefi
 its schedules own the loop over micro-batches, which here is the trainer's.
 
 The module in Hugging Face layout stays: it has the names, the config and a shape for every weight, but no weights. Who
-needs one is given it for a moment (`sharding.AT_HAND`), put together from the ranks that have its parts.
+needs one is given it for a moment (`Policy.at_hand`), put together from the ranks that have its parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from posttrain.trainer.megatron_core import (
 from posttrain.trainer.megatron_layout import Groups, half_view, heads_view, stacked_view
 from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.ranks import Ranks, TrainerConfig
-from posttrain.trainer.sharding import AT_HAND
 from posttrain.trainer.vocabulary import Team, team_logprobs
 
 DEVICES = ("cuda",)  # that its layers ask for by name
@@ -91,7 +90,6 @@ class MegatronDecoder(nn.Module):
         self.norm = norm.to(self._device)
         self._take(policy.decoder.norm.weight, self.norm.weight)  # type: ignore[union-attr, arg-type]
         self._take_vocabulary(module)
-        setattr(module, AT_HAND, self._at_hand)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """[1, R, K] last hidden states of one row of R tokens."""
@@ -140,7 +138,7 @@ class MegatronDecoder(nn.Module):
         return parallel.reduce_scatter_to_sequence_parallel_region(own[:, None], group=group)
 
     @contextmanager
-    def _at_hand(self, value: Tensor) -> Iterator[None]:
+    def at_hand(self, value: Tensor) -> Iterator[None]:
         """A context in which a parameter of the module holds its whole weight; every rank has to enter it."""
         piece = self.pieces.get(id(value))
         if piece is None:

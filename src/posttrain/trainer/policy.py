@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from posttrain.trainer.prefix import SharedPrefixAttention, shared_layout, use_s
 from posttrain.trainer.prefix_varlen import VarlenAttention, varlen_layout
 from posttrain.trainer.ranks import Ranks, TrainerConfig
 from posttrain.trainer.sequence import SequenceGroup
-from posttrain.trainer.sharding import RunGathered, shard, unsharded
+from posttrain.trainer.sharding import AtHand, RunGathered, shard, unsharded
 from posttrain.trainer.vocabulary import head_logprobs
 
 
@@ -52,6 +53,7 @@ class Policy:
         self.rule = logits_rule(module)
         self.decoder = decoder_of(module)
         self.run_gathered: RunGathered = unsharded
+        self.at_hand: AtHand = nullcontext
         quicken_norms(self.decoder)
         self.sequence: SequenceGroup | None = None  # with whom it shares the rows of a micro-batch
         self.megatron: MegatronDecoder | None = None  # in the place of decoder and head
@@ -111,6 +113,7 @@ class Policy:
         if config.backend == "megatron":
             self.narrows = False
             self.megatron = divide(self, ranks, config)
+            self.at_hand = self.megatron.at_hand
         elif config.zero is None:
             self.run_gathered = shard(self.module, ranks, config, self.dtype)
         elif config.zero.stage == 3:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, Protocol, TypeVar
 
@@ -37,7 +37,6 @@ from posttrain.trainer.vocabulary import split_vocabulary
 Result = TypeVar("Result")
 GATHERED = "posttrain_gathered"  # of a sharded module: the method that FSDP2 gathers its weights for
 BUCKET_BYTES = 1 << 26  # of weights that are gathered at once
-AT_HAND = "posttrain_at_hand"  # of a module whose parameters are not whole or DTensors: a context in which one is whole
 
 
 class RunGathered(Protocol):
@@ -47,6 +46,16 @@ class RunGathered(Protocol):
     """
 
     def __call__(self, work: Callable[[], Result], /) -> Result: ...
+
+
+AtHand = Callable[[Tensor], AbstractContextManager[Any]]  # a context in which a parameter is whole, or a DTensor
+
+
+class Sharded(Protocol):
+    """A policy or critic, as far as gathering its weights goes."""
+
+    module: nn.Module
+    at_hand: AtHand
 
 
 def unsharded(work: Callable[[], Result], /) -> Result:
@@ -187,21 +196,21 @@ def empty_like(model: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Gathers the trained parameters of a sharded module into those of a whole one, in place and in its dtype.
+def copy_weights(source: Sharded, target: nn.Module) -> None:
+    """Gathers the trained parameters of a sharded model into those of a whole module, in place and in its dtype.
 
     target: loaded like `source`, so that parameters that do not train are equal already. Every rank has to call it.
     """
-    free_gathered(source)
-    into, at_hand = dict(target.named_parameters()), getattr(source, AT_HAND, nullcontext)
-    trained = [(into[name], parameter) for name, parameter in source.named_parameters() if parameter.requires_grad]
+    free_gathered(source.module)
+    into = dict(target.named_parameters())
+    trained = [(into[name], p) for name, p in source.module.named_parameters() if p.requires_grad]
     by_rows = [(place, p) for place, p in trained if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
     for bucket in _buckets(by_rows):
         _gather_rows(bucket)
     for place, parameter in trained:
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
             continue
-        with at_hand(parameter):
+        with source.at_hand(parameter):
             local = parameter.detach().to(dtype=place.dtype)  # before it travels: half the bytes
             place.copy_(whole(local.to(place.device)))
 
@@ -236,13 +245,12 @@ def _gather_rows(bucket: Sequence[tuple[Tensor, DTensor]]) -> None:
         place.copy_(part.reshape(-1, *place.shape[1:])[: len(place)])
 
 
-def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The state dict of a sharded module, gathered tensor by tensor into host memory; empty where not `keep`."""
-    free_gathered(module)
+def whole_state(source: Sharded, *, keep: bool) -> dict[str, Tensor]:
+    """The state dict of a sharded model, tensor by tensor gathered into host memory; empty where not `keep`."""
+    free_gathered(source.module)
     state: dict[str, Tensor] = {}
-    at_hand = getattr(module, AT_HAND, nullcontext)
-    for name, value in module.state_dict(keep_vars=True).items():
-        with at_hand(value):
+    for name, value in source.module.state_dict(keep_vars=True).items():
+        with source.at_hand(value):
             full = whole(value.detach())
             if keep:
                 state[name] = full.to("cpu", copy=True)

@@ -27,7 +27,7 @@ from posttrain.trainer.optimizer import (
     by_parameter,
 )
 from posttrain.trainer.ranks import DeepSpeedConfig, Ranks, TrainerConfig
-from posttrain.trainer.sharding import AT_HAND, RunGathered
+from posttrain.trainer.sharding import AtHand, RunGathered
 
 Result = TypeVar("Result")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,6 +38,7 @@ class Trained(Protocol):
 
     module: nn.Module
     run_gathered: RunGathered
+    at_hand: AtHand
 
     @property
     def device(self) -> torch.device: ...
@@ -71,7 +72,7 @@ class ZeroOptimizer(Stepper):
         self._engine = self._deepspeed.initialize(model=room, optimizer=self._base, config=options)[0]
         self._make_moments()
         model.run_gathered = self._run_gathered
-        setattr(model.module, AT_HAND, self._deepspeed.zero.GatheredParameters)
+        model.at_hand = self._deepspeed.zero.GatheredParameters
         for name, value in wide.items():
             self._set(name, MASTER, value)
 

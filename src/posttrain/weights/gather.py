@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.trainer.lora import trained_state
 from posttrain.trainer.policy import Policy
-from posttrain.trainer.sharding import AT_HAND, free_gathered, sharded_parts, whole
+from posttrain.trainer.sharding import free_gathered, sharded_parts, whole
 from posttrain.weights.adapters import adapter_of, as_factors
 from posttrain.weights.buckets import BUCKET_BYTES, Named, layout
 from posttrain.weights.manifest import Manifest, Spec, once
@@ -40,13 +40,13 @@ def gathered(policy: Policy) -> Iterator[Named]:
 
     Every rank has to ask for all of them, at the same time.
     """
-    at_hand, state = getattr(policy.module, AT_HAND, nullcontext), _state_of(policy)
-    if at_hand is nullcontext and not sharded_parts(policy.module):
+    state = _state_of(policy)
+    if policy.at_hand is nullcontext and not sharded_parts(policy.module):
         yield from once(state)
         return
     free_gathered(policy.module)
     for name, _ in once(state):
-        with at_hand(state[name]):
+        with policy.at_hand(state[name]):
             local = state[name].detach()
             if isinstance(local, DTensor) and local.is_floating_point():
                 local = local.to(policy.dtype)  # before it travels: half the bytes
