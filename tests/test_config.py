@@ -70,6 +70,7 @@ def test_a_resolved_config_loads_back_equal(load, tmp_path: Path):
         ("eval.evry=1", "Did you mean 'eval.every'?"),
         ("sampling.temprature=1", "Did you mean 'sampling.temperature'?"),
         ("env.nme=x", "Did you mean 'env.name'?"),
+        ("envs.mine.nme=x", "Did you mean 'envs.mine.name'?"),
         ("run.step=1", "Did you mean 'run.steps'?"),
     ],
 )
@@ -98,6 +99,8 @@ def test_misspelt_names_of_functions(load, override: str, message: str):
     ("override", "message"),
     [
         ("env=search", 'env is a section of keys (got "search"); did you mean env.name=search?'),
+        ("envs.mine=search", 'envs.mine is a section of keys (got "search"); did you mean envs.mine.name=search?'),
+        ("reward.parts.mine=5", "reward.parts.mine is a section of keys (got 5); it has name, options, weight"),
         ("limits=300", "limits is a section of keys (got 300); it has call_seconds, cut_marker, episode_seconds"),
         ("run.sinks=console", 'run.sinks: Input should be a list, as in [a, b] (got "console")'),
     ],

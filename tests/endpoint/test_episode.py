@@ -489,6 +489,36 @@ def test_a_program_is_killed_with_its_children_at_the_deadline(tmp_path: Path):
     assert not _alive(child)
 
 
+def test_a_program_whose_start_is_cancelled_is_killed_too(tmp_path: Path):
+    """The loop is busy with other episodes: the program runs before asyncio has connected its pipes."""
+    begun, place = tmp_path / "begun", tmp_path / "pid"
+    code = (
+        f"import os, time\nopen({str(place)!r}, 'w').write(str(os.getpid()))\nos.rename({str(place)!r}, {str(begun)!r})"
+    )
+    agent = ExternalAgent(command=[sys.executable, "-c", f"{code}\ntime.sleep(60)"])
+
+    def other_episodes() -> None:
+        until = time.monotonic() + 50
+        while not begun.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+
+    async def cancelled() -> None:
+        job = asyncio.create_task(agent.run(Task(id="t", prompt=()), "http://x", "key"))
+        for _ in range(2):  # then its process is there
+            await asyncio.sleep(0)
+        other_episodes()
+        job.cancel()
+        done, _ = await asyncio.wait({job}, timeout=30)
+        assert done
+        assert job.cancelled()
+
+    asyncio.run(cancelled())
+    program, until = int(begun.read_text()), time.monotonic() + 10
+    while _alive(program) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not _alive(program)
+
+
 def _alive(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

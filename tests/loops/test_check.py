@@ -216,7 +216,7 @@ def test_a_form_of_ones_own(tmp_path):
     config = toy(tmp_path, code=code, reward_name="shouted")
     assert not check(config).passed
     assert check(config, frame="{answer}!").passed
-    for form in ("x", "{answr}", "{answer} {", "{answer} {}", r"\boxed{{answer}}"):
+    for form in ("x", "{answr}", "{answer.text}", "{answer} {", "{answer} {}", r"\boxed{{answer}}"):
         with pytest.raises(ConfigError, match=r"must hold \{answer\}.*other braces are doubled"):
             check(config, frame=form)
 

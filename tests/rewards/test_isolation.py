@@ -6,13 +6,16 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from posttrain.rewards import RewardError, score, score_group
+from posttrain.boundary.processes import kill_tree
+from posttrain.rewards import RewardError, isolation, score, score_group
 from posttrain.rewards.config import RewardConfig, load_reward
+from posttrain.rewards.functions import FunctionSpec
 from posttrain.rewards.scoring import IsolatedReward
 from posttrain.task import Invalid, Score
 
@@ -122,6 +125,25 @@ def test_p74_a_power_tower_is_killed_at_the_deadline_and_the_others_are_scored(s
     assert [outcome == Score(1.0) for outcome in outcomes] == [True, False, True, True]
     assert outcomes[1].reason == "reward_timeout"
     assert "mine.py:tower took longer than 1.0 s and was killed" in outcomes[1].detail
+
+
+def test_a_worker_that_answers_as_its_time_ends_is_given_to_no_other_call(location, monkeypatch):
+    """It is being killed then, which takes a while: the next call would be told that its function crashed."""
+    worker, answered, receive = isolation.Worker(FunctionSpec(location("waits"))), threading.Event(), isolation.receive
+
+    def received(stream):
+        reply = receive(stream)
+        answered.set()
+        return reply
+
+    def kill_late(pid, token):
+        assert answered.wait(60)
+        kill_tree(pid, token)
+
+    monkeypatch.setattr(isolation, "receive", received)
+    monkeypatch.setattr(isolation, "kill_tree", kill_late)
+    assert worker.evaluate([episode("x")], task("x"), 0.1) == [Score(1.0)]
+    assert not worker.is_alive
 
 
 def test_a_sleeper_is_killed_and_the_event_loop_lives(location):

@@ -33,7 +33,7 @@ def on_leash(*command: str) -> list[str]:
 def main(starter: int) -> int:
     """starter: process id. The command is in the arguments."""
     told_to_end = []
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the starter; the command would inherit SIG_IGN
     signal.signal(signal.SIGTERM, lambda number, _: told_to_end.append(number))
     try:
         child = subprocess.Popen(sys.argv[1:], start_new_session=True)

@@ -35,6 +35,9 @@ class WorkerProcess:
                 pass_fds=(reading,),
                 start_new_session=True,  # Ctrl-C is for the parent
             )
+        except BaseException:
+            os.close(life)
+            raise
         finally:
             os.close(reading)
         self.token, self.process = token, process

@@ -166,7 +166,7 @@ class ChannelServer:
         self.secret = secrets.token_hex(16) if secret is None else secret
 
     def answer(self, count: int) -> tuple[Channel, ...]:
-        """Lines to ranks 1 to `count`, in this order. Raises RankLost when one of them does not call."""
+        """Channels to ranks 1 to `count`, in this order. Raises RankLost when one of them does not call."""
         found: dict[int, Channel] = {}
         with self._server:
             while len(found) < count:

@@ -97,9 +97,8 @@ class Pool:
     def listen(cls, settings: ClusterConfig) -> Pool:
         """Answers samplers from now on, where the launcher has told them to call."""
         host, _, port = os.environ[CALLS].rpartition(":")
-        server = ChannelServer(
-            host, int(port), os.environ.pop(SECRET)
-        )  # tools and agents that start here need not know
+        secret = os.environ.pop(SECRET)  # tools and agents that start here need not know
+        server = ChannelServer(host, int(port), secret)
         pool = cls(server, settings, request_kill)
         server.keep_answering("sampler", pool.admit)
         return pool

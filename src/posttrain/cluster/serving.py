@@ -137,7 +137,7 @@ class _Serving:
         self.engine, self.channel = engine, channel
         self.requests = RequestHandler(engine, channel)
         self.receiver = TransferReceiver(engine, channel)
-        self._giving: set[asyncio.Task[None]] = set()
+        self._loading: set[asyncio.Task[None]] = set()
         self._probing = asyncio.Lock()  # a transfer that broke for others may be whole here, and be followed by another
 
     async def serve(self) -> bool:
@@ -164,8 +164,8 @@ class _Serving:
                     self._turn(order)
                 case "weights":
                     task = asyncio.create_task(self._take(order))
-                    self._giving.add(task)  # asyncio keeps none
-                    task.add_done_callback(self._giving.discard)
+                    self._loading.add(task)  # asyncio keeps none
+                    task.add_done_callback(self._loading.discard)
                 case "stop":
                     return True
                 case do:

@@ -30,7 +30,7 @@ class Watchdog:
         self._said = 0.0
         self._named: set[int] = set()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

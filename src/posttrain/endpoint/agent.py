@@ -113,18 +113,21 @@ async def _run_command(command: list[str], task: Task, base_url: str, api_key: s
     address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": api_key}
     if shutil.which(filled[0]) is None:
         raise EpisodeInvalid("agent_error", f"{filled[0]} cannot be started: there is no such program")
-    process = await asyncio.create_subprocess_exec(
-        *on_leash(*filled),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **address, TOKEN: token},
-        start_new_session=True,
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *on_leash(*filled),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **address, TOKEN: token},
+            start_new_session=True,
+        )
     )
-    try:
+    try:  # the start is not cancelled: asyncio would kill the leash, and then wait for the program's end
+        process = await asyncio.shield(starting)
         out, err = await process.communicate(json.dumps(_as_json(task)).encode())
     finally:
-        await _end(process, token)
+        await _end(await asyncio.shield(starting), token)
     if process.returncode != 0:
         tail = "\n".join(err.decode("utf-8", "replace").splitlines()[-ERROR_LINES:])
         raise EpisodeInvalid("agent_error", f"{filled[0]} ended with exit code {process.returncode}: {tail}")

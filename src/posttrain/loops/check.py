@@ -75,7 +75,7 @@ def _check_frame(frame: str | None) -> None:
     """Raises ConfigError unless an answer can be put into it."""
     try:
         holds = frame is None or "\0" in frame.format(answer="\0")
-    except (ValueError, LookupError):
+    except (ValueError, LookupError, AttributeError):
         holds = False
     if not holds:
         fix = r"other braces are doubled, as in '\boxed{{{answer}}}'"

@@ -69,6 +69,9 @@ class Worker:
             raise WorkerDied(expired.is_set(), process.returncode) from None
         finally:
             timer.cancel()
+            timer.join()
+            if expired.is_set():  # the answer may have come while it was being ended: no other call may meet that
+                self.kill()
 
 
 class WorkerPool:

@@ -345,11 +345,14 @@ def _did_you_mean(model: type[BaseModel], path: KeyPath) -> str:
 
 
 def _models_at(model: type[BaseModel], path: KeyPath) -> set[type[BaseModel]]:
-    models = {model}
+    models, named = {model}, False  # named: the next part is a name that the file gives, as in `envs`
     for part in path:
-        if isinstance(part, str):
-            fields = [owner.model_fields[part] for owner in models if part in owner.model_fields]
-            models = {inner for info in fields for inner in _models_in(info.annotation)}
+        if isinstance(part, str) and not named:
+            fields = [owner.model_fields[part].annotation for owner in models if part in owner.model_fields]
+            models = {inner for annotation in fields for inner in _models_in(annotation)}
+            named = any(typing.get_origin(annotation) is dict for annotation in fields)
+        elif isinstance(part, str):
+            named = False
     return models
 
 
