@@ -479,9 +479,9 @@ def test_a_program_is_killed_with_its_children_at_the_deadline(tmp_path: Path):
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\ntime.sleep(60)\n"
     )
     started = time.perf_counter()
-    played = play(None, [], command=[sys.executable, "-c", code], limits=Limits(episode_seconds=1.5))
+    played = play(None, [], command=[sys.executable, "-c", code], limits=Limits(episode_seconds=4))
     assert played.only.outcome.reason == "timeout"
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 30
     child = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 2
     while _alive(child) and time.monotonic() < deadline:
