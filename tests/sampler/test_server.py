@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 
 from posttrain.chat import Renderer
@@ -199,3 +200,44 @@ def test_nobody_there_is_an_error_with_the_address(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
     with pytest.raises(SamplerError, match=r"GET http://127\.0\.0\.1:9/v1/models failed: ConnectError"):
         ask("http://127.0.0.1:9/v1")
+
+
+class Dying(BaseHTTPRequestHandler):
+    """Goes in the midst of the first request; what is there next has no mark."""
+
+    asked = 0
+
+    def do_POST(self) -> None:
+        Dying.asked += 1
+        if Dying.asked == 1:
+            self.close_connection = True
+            return
+        data = json.dumps({"results": [None]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+def test_a_vllm_server_that_goes_while_it_is_asked_for_its_mark_is_asked_again() -> None:
+    """What would change something on the server is asked once."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dying) as http:
+        threading.Thread(target=http.serve_forever).start()
+        address = f"http://127.0.0.1:{http.server_port}"
+        sampler = object.__new__(VllmServerSampler)  # it would ask for much more before
+        sampler.url, sampler.patience_seconds = address, 30.0
+        try:
+            for again in (False, True):
+                Dying.asked = 0
+                with httpx.Client(base_url=address) as sampler._control:
+                    if again:
+                        assert sampler._marked() == {None}
+                    else:
+                        with pytest.raises(SamplerError, match="RemoteProtocolError"):
+                            sampler._rpc("posttrain_mark", "a")
+                assert Dying.asked == 1 + again
+        finally:
+            http.shutdown()

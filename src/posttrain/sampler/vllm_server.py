@@ -256,7 +256,7 @@ class VllmServerSampler(ServerSampler):
             return self._marked() == {self._mark}
 
     def _marked(self) -> set[str | None]:
-        return set(self._rpc("posttrain_marked"))
+        return set(self._rpc("posttrain_marked", again=True))
 
     def _introduction(self) -> tuple[torch.dtype, int]:
         """(dtype of the model, worker processes). Raises SamplerError for a server that cannot be trained with."""
@@ -268,26 +268,29 @@ class VllmServerSampler(ServerSampler):
             raise SamplerError(f"{self.url} runs with --logprobs-mode {told['logprobs_mode']}, not {LOGPROBS}: {START}")
         return getattr(torch, told["dtype"]), int(told["workers"])
 
-    def _rpc(self, method: str, *args: Any) -> list[Any]:
+    def _rpc(self, method: str, *args: Any, again: bool = False) -> list[Any]:
         """What every worker answers."""
-        return self._order("POST", "/collective_rpc", {"method": method, "args": list(args)}).get("results", [])
+        body = {"method": method, "args": list(args)}
+        return self._order("POST", "/collective_rpc", body, again=again).get("results", [])
 
-    def _order(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """The JSON object of an answer. Waits for a server that is not there, and asks nothing twice that arrived.
+    def _order(self, method: str, path: str, body: Any = None, *, again: bool = False) -> dict[str, Any]:
+        """The JSON object of an answer. Waits for a server that is not there. again: whether to ask a second time, too,
+        when the server goes in the midst of the first: for what changes nothing there.
 
         Raises SamplerError.
         """
-        end = time.monotonic() + self.patience_seconds
+        end, unheard = time.monotonic() + self.patience_seconds, httpx.TransportError if again else httpx.ConnectError
         while True:
             try:
                 answer = self._control.request(method, path, json=body)
                 break
-            except httpx.ConnectError as error:
+            except httpx.TransportError as error:
+                if not isinstance(error, unheard):
+                    told = f"{type(error).__name__}: {error}"
+                    raise SamplerError(f"{method} {path} to {self.url} failed: {told}") from error
                 if time.monotonic() > end:
                     raise SamplerError(f"{method} {self.url}: nobody is there ({error})") from error
                 time.sleep(1.0)
-            except httpx.TransportError as error:
-                raise SamplerError(f"{method} {path} to {self.url} failed: {type(error).__name__}: {error}") from error
         if answer.status_code == 404:
             raise SamplerError(f"{self.url} has no route {path.partition('?')[0]}: {START}")
         if not answer.is_success:
