@@ -143,7 +143,7 @@ class ModelCase(Case):
     """sampler: of `policy`, and truncating as asked. update: other weights and the next version, in both."""
 
     policy: Policy
-    update: Callable[[], None]
+    update: Callable[..., None]
     max_context: int = 512
 
     def logits(self, ids: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
@@ -161,8 +161,8 @@ class ModelCase(Case):
 def tiny_case(sampler: Sampler, model: Policy, publish: Callable[[], None] = lambda: None) -> ModelCase:
     """Of a model of `tiny.py`. publish: gives the sampler the policy's new weights, where it has a copy of them."""
 
-    def update() -> None:
-        changed(model, 1.05)
+    def update(factor: float = 1.05) -> None:
+        changed(model, factor)
         model.version += 1
         publish()
 
