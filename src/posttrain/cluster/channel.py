@@ -256,5 +256,5 @@ def on_a_thread(work: Callable[[], Result]) -> Future[Result]:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    _started(run, "work of a channel")
     return done

@@ -51,9 +51,8 @@ class PoolSampler:
     _open: dict[int, _Open] = field(default_factory=dict[int, _Open])
     _routing: Routing[Member] = field(default_factory=Routing[Member])
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _counted: dict[Member, dict[str, int]] = field(
-        default_factory=dict[Member, dict[str, int]]
-    )  # by their last answers
+    # counters as each said them with its last answer
+    _counted: dict[Member, dict[str, int]] = field(default_factory=dict[Member, dict[str, int]])
 
     def __post_init__(self) -> None:
         self.pool.on_answer = self._take
