@@ -113,7 +113,7 @@ def broken_off(trained: ModelCase, sampler: VllmServerSampler, factor: float) ->
             part = replace(
                 sampled, ids=sampled.ids[half], logprobs=sampled.logprobs[half], versions=sampled.versions[half]
             )
-            assert gap(model, [Played(episode.ids, [(start + (half.start or 0), part)])]) < 2 * FLOAT32_GAP
+            assert gap(model, [Played(episode.ids, [(start + (half.start or 0), part)])]) < FLOAT32_GAP
         found += len(halves) == 2
     return found
 
