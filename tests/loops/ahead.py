@@ -67,7 +67,8 @@ def asked(run: rl.Run) -> list[list[str]]:
 
 def assert_sampled_by(run: rl.Run, trajectories: list[Trajectory], states: dict[int, dict[str, Tensor]]) -> None:
     """Every token has the log-prob that the weights of its version give it, and not that of the others'."""
-    batch, policy = pack(trajectories), run.learner.policy
+    policy = run.learner.policy
+    batch = pack(trajectories).to(policy.device)
     for version, state in states.items():
         with torch.no_grad():
             for name, parameter in policy.parameters():

@@ -35,6 +35,7 @@ pytestmark = [
 SAMPLER = {"engine": "vllm", "options": {"kv_cache_memory_bytes": 1 << 27}}
 GPUS = torch.cuda.device_count()
 LEVELS = (2,) if GPUS else (1, 2)  # on a GPU vLLM starts no second engine in a process whose first one could sleep
+ON_TWO_GPUS = pytest.mark.skipif(GPUS == 1, reason="two processes want a GPU each")
 ON_CPU = pytest.mark.skipif(GPUS > 0, reason="on a GPU vLLM takes no adapters of float32")
 PROBE, GAP = max(1e-4, FLOAT32_GAP), max(1e-3, 3 * FLOAT32_GAP)
 
@@ -234,7 +235,7 @@ def test_vllm_beside_two_ranks_is_given_adapters_alone(tmp_path: Path, transport
         assert row["gap/max"] < GAP
 
 
-@pytest.mark.skipif(GPUS == 1, reason="two ranks want a GPU each")
+@ON_TWO_GPUS
 def test_vllm_beside_two_ranks_sleeps_while_they_train(run: rl.Run, tmp_path: Path) -> None:
     """An engine that never sleeps has sampled the same. After evaluations it wakes with the weights that it kept."""
     beside = {"cluster": {"samplers": 1, "colocated": True}, "trainer": {"ranks": 2}}
@@ -248,7 +249,7 @@ def test_vllm_beside_two_ranks_sleeps_while_they_train(run: rl.Run, tmp_path: Pa
     assert max(float((tensor - after[name]).abs().max()) for name, tensor in weights(run).items()) < 1e-4
 
 
-@pytest.mark.skipif(GPUS == 1, reason="rank and sampler want a GPU each")
+@ON_TWO_GPUS
 def test_vllm_in_a_process_of_its_own_runs_ahead(tmp_path: Path) -> None:
     """One rank and one sampler beside it, which gets the weights through shared memory amid its requests."""
     ahead = {"tasks": TWELVE, "run": {"steps": 3}, "sampling": {"max_staleness": 1}}
@@ -260,6 +261,7 @@ def test_vllm_in_a_process_of_its_own_runs_ahead(tmp_path: Path) -> None:
     assert rows[0]["gap/max"] < GAP, "later ones are those of stale tokens"
 
 
+@ON_TWO_GPUS
 def test_vllm_in_a_process_of_its_own(tmp_path: Path) -> None:
     """One rank and one sampler beside it, which gets the weights by broadcast."""
     rows = by_command(tmp_path, vllm_config(tmp_path, sampler=SAMPLER, cluster={"samplers": 1}))

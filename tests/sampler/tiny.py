@@ -24,6 +24,7 @@ from posttrain.sampler.lean_decoder import lean_decoder
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.trainer.policy import Policy
 from posttrain.trajectory import Source, Trajectory
+from posttrain.weights.publish import MAX_GAP_ON_GPU
 
 MERGES = [("<", "/"), ("a", "b"), ("</", "s"), ("s", ">"), (">", "Ċ"), ("ab", "ab")]
 VOCABULARY = 256 + len(MERGES) + 2
@@ -126,7 +127,7 @@ def shaken(config: Any) -> Policy:
     return made
 
 
-FLOAT32_GAP = 1e-2 if torch.cuda.is_available() else 1e-5  # between log-probs of two engines; GPUs multiply in TF32
+FLOAT32_GAP = MAX_GAP_ON_GPU if torch.cuda.is_available() else 1e-5  # between log-probs of two engines
 
 
 def changed(model: Policy, factor: float) -> None:

@@ -53,7 +53,7 @@ class SamplerConfig(BaseModel):
         default=None,
         gt=0,
         description="the most that a log-prob may differ from the trainer's after a transfer; none: 1e-3 in "
-        "float32 (1e-2 on a GPU), 0.3 in bfloat16",
+        "float32 (3e-2 on a GPU), 0.3 in bfloat16",
     )
     url: str | None = Field(
         default=None, description="of the server, with /v1: vLLM's, or for `server` that of `posttrain serve`"

@@ -36,7 +36,7 @@ Transport = Literal["auto", "memory", "disk", "broadcast"]
 PROBE_PROMPT = 40  # tokens; more than one block of an engine's cache
 PROBE_PARAMS = SamplingParams(max_new_tokens=12)
 MAX_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # by dtype: what rounding alone has been seen to do, and some
-MAX_GAP_ON_GPU = 1e-2  # in float32: the attention of engines multiplies numbers of ten bits there (TF32)
+MAX_GAP_ON_GPU = 3e-2  # in float32: the attention of engines multiplies numbers of ten bits there (TF32)
 
 
 class WeightError(RuntimeError):
