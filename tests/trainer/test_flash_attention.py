@@ -22,6 +22,7 @@ pytestmark = [
 VERSIONS = [2, 4]
 SHAPES = {  # heads, key heads, head size, window, (queries, keys) of every sequence
     "groups of seven behind a prefix": (14, 2, 64, None, [(600, 600), *[(256, 768)] * 3, (1, 513)]),
+    "groups of seven, other lengths": (14, 2, 64, None, [(33, 33), (500, 800)]),
     "ragged": (4, 4, 128, None, [(1, 1), (130, 130), (64, 65), (7, 300)]),
     "window": (8, 2, 64, 100, [(300, 300), (20, 500), (128, 128)]),
     "wide heads": (4, 1, 256, None, [(70, 90), (200, 200)]),
@@ -80,10 +81,10 @@ def test_compilers_see_one_operator_whatever_the_lengths(version: int) -> None:
         return graph
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counted)
-    for name in ("groups of seven behind a prefix", "window", "one sequence"):
+    for name in ("groups of seven behind a prefix", "groups of seven, other lengths"):
         qkv, ends, longest, _ = scene(name)
         for mine, reference in zip(
             gradients(compiled(*qkv, ends, longest), qkv), gradients(attend(*qkv, ends, longest), qkv), strict=True
         ):
             torch.testing.assert_close(mine, reference, atol=2e-2, rtol=2e-2)
-    assert graphs <= len(SHAPES)
+    assert graphs == 1

@@ -7,6 +7,7 @@ the contexts for CPUs), it is left out and the layer is cut in two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +25,18 @@ def run_plainly(layer: nn.Module) -> None:
 
 def compile_layers(module: nn.Module, backend: Any = "inductor") -> None:
     """In place. Compilation itself happens at the first forward (and once more at the first with gradients)."""
-    symbols.use_duck_shape = False  # lengths that happen to be equal now may differ in the next batch
     attention.attend_untraced = torch.compiler.disable(attention.attend_untraced)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.compile(dynamic=True, backend=backend)
+            layer._compiled_call_impl = _with_lengths_apart(layer._compiled_call_impl)
+
+
+def _with_lengths_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Lengths that happen to be equal in the batch that is compiled for may differ in the next one."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        symbols.use_duck_shape = False  # here, as torch 2.13 has such settings by thread
+        return compiled(*args, **kwargs)
+
+    return call

@@ -91,7 +91,7 @@ def version_four(
 
 @version_four.register_fake
 def _(q, k, v, q_ends, k_ends, longest, scaling):
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("posttrain::flash_attention_4_backward", mutates_args=())
