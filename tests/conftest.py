@@ -10,6 +10,8 @@ import pytest
 
 # Before transformers. No test needs the hub, and where there is no network each question to it is asked for 40 seconds.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Or asking whether there is a GPU begins to use it, after which no process can be forked that does.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.fleet import on_ranks, train
 from loops.toy import toy_config
@@ -22,6 +23,7 @@ from posttrain.runs.trajectories import read_trajectories
 from .steps import ADAPTERS, EXACT, SETTINGS, STEPS, assert_exact, config_in, largest_gap, rows, step_once, tensors
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="numbers of a CPU; GPUs: test_backends.py")
 
 ZERO: dict[str, dict[str, Any]] = {
     stage: {"backend": "deepspeed", "deepspeed": {"stage": int(stage[-1])}} for stage in ("zero2", "zero3")

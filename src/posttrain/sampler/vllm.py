@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from posttrain.sampler.protocol import Sampled, SamplingParams
@@ -180,7 +179,7 @@ class VllmSampler:
         *,
         rank: int = 0,
     ) -> None:
-        """As `load`, by broadcasts to all workers: gloo, or NCCL where workers have GPUs of their own."""
+        """As `load`, by broadcasts to all workers: gloo, as NCCL joins no two processes of one GPU."""
         if self._group is None:
             self._group = self._meet()
         group, self._group = self._group, None  # should the transfer fail, all have to meet anew
@@ -191,8 +190,7 @@ class VllmSampler:
         self._group = group
 
     def _meet(self) -> Group:
-        world = self._workers + 1
-        backend = "nccl" if torch.cuda.is_available() and not self.in_one_process else "gloo"
+        world, backend = self._workers + 1, "gloo"
         store = listen(LOCAL, world)
         joined = self._thread.submit(self._collective, "posttrain_join", LOCAL, store.port, world, backend)
         group = open_group(store, rank=0, world=world, backend=backend)
