@@ -37,6 +37,7 @@ class Batch:
     weights: Tensor | None = None  # [T] loss weights, fixed for the whole mini-batch
     old_logprobs: Tensor | None = None  # [T]
     streams: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # further [T]
+    host: Batch | None = None  # of a batch on a device, what it was copied from: nobody waits for the device to read it
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
@@ -57,7 +58,15 @@ class Batch:
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> Batch:
         """The batch with all tensors on `device`. copy: new tensors even where they are on it already."""
-        return _map_token_tensors(self, lambda tensor: tensor.to(device, copy=copy), self.lengths)
+        moved = _map_token_tensors(self, lambda tensor: tensor.to(device, copy=copy), self.lengths)
+        if not moved.token_ids.is_cpu:
+            moved.host = self if self.token_ids.is_cpu else self.host
+        return moved
+
+    def written(self) -> Tensor:
+        """[P] long: where the loss mask is True, on the batch's device; of the mask as it came there."""
+        mask = self.loss_mask if self.host is None else self.host.loss_mask
+        return mask.nonzero()[:, 0].to(self.token_ids.device, non_blocking=True)
 
 
 def pack(trajectories: Sequence[Trajectory]) -> Batch:
@@ -169,6 +178,7 @@ class Family:
 
 def families_of(batch: Batch) -> list[Family]:
     """The segments by group, groups in order of appearance, with their common prefixes."""
+    batch = batch.host or batch
     members: dict[int, list[int]] = {}
     for segment, group in enumerate(batch.of_segment(batch.group_index)):
         members.setdefault(group, []).append(segment)
@@ -259,4 +269,4 @@ def _map_token_tensors(batch: Batch, change: Callable[[Tensor], Tensor], lengths
         f.name: change(getattr(batch, f.name)) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)
     }
     streams = {name: change(stream) for name, stream in batch.streams.items()}
-    return replace(batch, **changed, streams=streams, lengths=lengths)
+    return replace(batch, **changed, streams=streams, lengths=lengths, host=None)

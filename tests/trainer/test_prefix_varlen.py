@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from posttrain.packing import Batch
+from posttrain.packing import Batch, families_of, select
 from posttrain.trainer import flash_attention, prefix_varlen
 from posttrain.trainer import policy as policy_module
 from posttrain.trainer.compiling import compile_layers
@@ -85,6 +85,19 @@ def test_a_row_that_several_tokens_share_is_computed_once() -> None:
     assert layout.query_ends.diff().tolist() == [25, 9, 1, 15, 18, 30]
     assert layout.key_ends.diff().tolist() == batch.lengths
     assert torch.equal(batch.token_ids[layout.token_of_row[layout.row_of_token]], batch.token_ids)
+
+
+def test_a_layout_is_made_without_reading_a_device() -> None:
+    """From "meta" nothing can be read. What is selected there is not that copy on the host."""
+    batch = grouped(BATCHES["ragged groups"])
+    there = batch.to("meta").to("meta")
+    assert families_of(there) == families_of(batch)
+    ours, expected = varlen_layout(there, CPU), varlen_layout(batch, CPU)
+    assert torch.equal(ours.row_of_token, expected.row_of_token)
+    assert torch.equal(ours.tokens_of_shared, expected.tokens_of_shared)
+    assert (there.written().device.type, len(there.written())) == ("meta", int(batch.loss_mask.sum()))
+    assert select(there, [0]).host is None
+    assert batch.to(CPU).host is None
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -110,9 +110,9 @@ def by_micro_batch(forward: Callable[[Batch], Tensor], batch: Batch, learner: Le
     if learner.ranks.size > 1:
         return forward_together(forward, batch, bins, learner)
     out = torch.zeros(len(batch))
-    for segments in bins:
-        part = select(batch, segments)
-        out[batch.tokens_of(segments)] = forward(part).float().cpu()
+    found = [forward(select(batch, segments)) for segments in bins]
+    for segments, values in zip(bins, found, strict=True):  # only now, for it waits for a GPU
+        out[batch.tokens_of(segments)] = values.float().cpu()
     return out
 
 

@@ -45,10 +45,12 @@ def forward_together(
     """[T] of a forward without gradients, a bin at a time, in the batch's order and on every rank."""
     ranks, out = learner.ranks, torch.zeros(len(batch))
     hands = dealt([sum(batch.lengths[s] for s in segments) for segments in bins], learner.data_parallel_size)
-    for index in hands[learner.data_parallel_rank]:
-        out[batch.tokens_of(bins[index])] = forward(select(batch, bins[index])).float().cpu()
+    mine = [bins[index] for index in hands[learner.data_parallel_rank]]
+    found = [forward(select(batch, segments)) for segments in mine]
     for _ in range(_idle(hands, learner.data_parallel_rank)):
         forward(_shortest(batch))
+    for segments, values in zip(mine, found, strict=True):  # only now, for it waits for a GPU
+        out[batch.tokens_of(segments)] = values.float().cpu()
     learner.free_gathered()
     return ranks.sum(out if learner.is_first_of_team else torch.zeros_like(out))
 
@@ -60,7 +62,7 @@ def descend_together(
 
     Streams that `loss_of` adds to a micro-batch are then known to every rank. module: the model that learns.
     """
-    ranks, losses = learner.ranks, torch.zeros(len(parts), dtype=torch.float64)
+    ranks, losses = learner.ranks, torch.zeros(len(parts), dtype=torch.float64, device=learner.policy.device)
     hands = dealt([len(part) for part in parts], learner.data_parallel_size)
     mine = hands[learner.data_parallel_rank]
     given = set(parts[0].streams)

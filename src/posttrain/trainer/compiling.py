@@ -28,8 +28,8 @@ def compile_layers(module: nn.Module, backend: Any = "inductor") -> None:
     attention.attend_untraced = torch.compiler.disable(attention.attend_untraced)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(dynamic=True, backend=backend)
-            layer._compiled_call_impl = _with_lengths_apart(layer._compiled_call_impl)
+            compiled = torch.compile(layer._call_impl, dynamic=True, backend=backend)
+            layer._compiled_call_impl = _with_lengths_apart(compiled)
 
 
 def _with_lengths_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -116,7 +116,7 @@ class Critic:
     def _values(self, batch: Batch) -> Tensor:
         batch = batch.to(self.device)
         rows, hidden = packed_hidden_states(self, batch, before_policy_only=True)
-        written = batch.loss_mask.nonzero()[:, 0]
+        written = batch.written()
         before = rows[written - 1]
         if self.sequence is not None:
             written, before = written[before >= 0], before[before >= 0]

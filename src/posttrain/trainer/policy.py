@@ -203,7 +203,7 @@ class Policy:
     ) -> tuple[Tensor, Tensor | None]:
         batch = batch.to(self.device)
         rows, hidden = packed_hidden_states(self, batch, before_policy_only=True)
-        written = batch.loss_mask.nonzero()[:, 0]
+        written = batch.written()
         before = rows[written - 1]  # token t is predicted from its predecessor, which is of the same segment
         if self.sequence is not None:
             written, before = written[before >= 0], before[before >= 0]
