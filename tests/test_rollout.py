@@ -13,8 +13,9 @@ from cases.parts import CHAT_TEMPLATE, DownShelf, Shelf, byte_tokenizer, roll, s
 from pace import allowed
 from posttrain.chat import Renderer
 from posttrain.envs import Action, Observation, SearchEnv, SingleTurnEnv, Step
+from posttrain.episodes import episode_of, episodes_of
 from posttrain.packing import pack
-from posttrain.rollout import Limits, episode_of, episodes_of, rollout_episode, rollout_group, turn_seed
+from posttrain.rollout import Limits, rollout_episode, rollout_group, turn_seed
 from posttrain.sampler.protocol import Sampled, SamplingParams
 from posttrain.sampler.scripted import ScriptedCall, ScriptedSampler, made_up_logprob
 from posttrain.task import Abstain, EpisodeInvalid, Invalid, Task

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.chat import Renderer
 from posttrain.envs import SearchEnv
+from posttrain.episodes import episode_of
 from posttrain.retrieval.protocol import Passage
-from posttrain.rollout import Limits, RolloutSpec, episode_of, rollout_group
+from posttrain.rollout import Limits, RolloutSpec, rollout_group
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.scripted import ScriptedSampler
 from posttrain.task import Task

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from cases.parts import Shelf, roll, spec
 from chat.makers import sentencepiece_tokenizer
 from posttrain.envs import SearchEnv, search_prompt
-from posttrain.rollout import Limits, episode_of
+from posttrain.episodes import episode_of
+from posttrain.rollout import Limits
 from posttrain.task import Task
 from posttrain.trajectory import Source, StopReason
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from cases.parts import CHAT_TEMPLATE, Shelf, byte_tokenizer, roll, spec, task
 from posttrain.chat import Renderer
 from posttrain.envs import Action, Observation, SearchEnv, SingleTurnEnv, Step
+from posttrain.episodes import episode_of
 from posttrain.packing import pack
-from posttrain.rollout import Limits, episode_of
+from posttrain.rollout import Limits
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.scripted import ScriptedSampler, made_up_logprob
 from posttrain.task import Task

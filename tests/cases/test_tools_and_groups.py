@@ -13,11 +13,12 @@ from cases.parts import DownShelf, Shelf, SlowShelf, byte_tokenizer, roll, spec,
 from pace import allowed
 from posttrain.algorithms.advantages import grpo
 from posttrain.envs import Action, Observation, SearchEnv, Step
+from posttrain.episodes import episode_of
 from posttrain.packing import Batch, pack
 from posttrain.retrieval.client import HttpOptions, HttpRetriever
 from posttrain.rewards import score
 from posttrain.rewards.config import load_reward
-from posttrain.rollout import Limits, RolloutSpec, episode_of, rollout_group
+from posttrain.rollout import Limits, RolloutSpec, rollout_group
 from posttrain.sampler.scripted import ScriptedCall, ScriptedSampler
 from posttrain.task import Invalid, Score, Task
 from posttrain.trajectory import CallStatus, Source, StopReason, Trajectory

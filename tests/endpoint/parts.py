@@ -10,7 +10,8 @@ from typing import Any
 from cases.parts import CHAT_TEMPLATE, byte_tokenizer, spec, task
 from posttrain.endpoint import AgentEpisode, Host
 from posttrain.endpoint.agent import ExternalAgent
-from posttrain.rollout import Limits, RolloutSpec, episode_of, rollout_group
+from posttrain.episodes import episode_of
+from posttrain.rollout import Limits, RolloutSpec, rollout_group
 from posttrain.sampler.protocol import SamplingParams
 from posttrain.sampler.scripted import ScriptedSampler
 from posttrain.task import Task

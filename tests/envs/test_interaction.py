@@ -6,7 +6,7 @@ import pytest
 from cases.parts import CHAT_TEMPLATE, byte_tokenizer, roll, spec
 from posttrain.envs import Action, InteractionEnv, Reply
 from posttrain.envs.interaction import CorrectingUser, interaction_kwargs
-from posttrain.rollout import episode_of
+from posttrain.episodes import episode_of
 from posttrain.task import EpisodeInvalid, Task
 from posttrain.trajectory import Source, StopReason
 

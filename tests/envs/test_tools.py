@@ -13,7 +13,8 @@ from cases.parts import CHAT_TEMPLATE, byte_tokenizer, roll, spec
 from posttrain.chat.calls import SYNTAXES
 from posttrain.envs import ENVS, ReActEnv, ToolEnv
 from posttrain.envs.protocol import Action, Step, check_env
-from posttrain.rollout import Limits, episode_of
+from posttrain.episodes import episode_of
+from posttrain.rollout import Limits
 from posttrain.task import EpisodeInvalid, Invalid, Task
 from posttrain.tools import ToolError, ToolResult, ToolSpec, function_tool
 from posttrain.trajectory import CallStatus, Source, StopReason

@@ -18,8 +18,10 @@ from posttrain.loops import rl
 from posttrain.loops.collect import Credit, attach_outcome, collect, usable
 from posttrain.loops.credit import assign_credit, mini_batches
 from posttrain.loops.fill import fill_step
+from posttrain.loops.learner import Models
 from posttrain.loops.update import update
 from posttrain.task import Invalid, Score
+from posttrain.trainer.ranks import ALONE
 from posttrain.trajectory import Source, Trajectory
 
 ONE = {"steps": 1}
@@ -368,3 +370,13 @@ def test_any_advantage_can_be_whitened(begun):
     batch = assign_credit(trajectories, run.learner)
     found = batch.advantages[batch.loss_mask]
     assert (float(found.mean()), float(found.std())) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-5))
+
+
+@pytest.mark.filterwarnings("ignore")  # of what the compiler imports
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_critic_is_compiled_where_the_policy_is(tmp_path: Path, asked: bool) -> None:
+    config = toy_config(tmp_path, model={"device": "cpu", "compile": asked}, **options_of("gae"))
+    learner = Models(config, 2).load(ALONE)
+    assert learner.critic is not None
+    for model in (learner.policy, learner.critic):
+        assert any(part._compiled_call_impl is not None for part in model.module.modules()) == asked

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from posttrain.trainer.critic import HEAD_FILE, Critic, CriticConfig
-from posttrain.trainer.loading import ModelError
+from posttrain.trainer.loading import ModelConfig, ModelError
 from posttrain.trainer.optimizer import Optimizer, OptimizerConfig
 
 from .batches import ragged_batch
@@ -64,6 +64,19 @@ def test_save_and_load(critic: Critic, tmp_path: Path) -> None:
     again = Critic.from_policy(tmp_path / "critic", "cpu", "float32")
     assert torch.equal(again.values(ragged_batch()), critic.values(ragged_batch()))
     assert [name for name, _ in again.parameters()] == [name for name, _ in critic.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore")  # of what the compiler imports
+@pytest.mark.parametrize("asked", [True, False])
+def test_it_is_held_as_the_policy_is(tmp_path: Path, asked: bool) -> None:
+    policy = tiny_policy("llama")
+    policy.save(tmp_path)
+    held = ModelConfig(path="another", device="cpu", dtype="bfloat16", gradient_checkpointing=asked, compile=asked)
+    critic = Critic.from_config(tmp_path, held)
+    assert critic.dtype is torch.bfloat16
+    assert critic.module.training == asked
+    compiled = [part for part in critic.module.modules() if part._compiled_call_impl is not None]
+    assert len(compiled) == (policy.config.num_hidden_layers if asked else 0)
 
 
 def test_a_foreign_head_is_refused(critic: Critic, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.demo.train import Trained
+from posttrain.envs.budget import TextCodec
 from posttrain.loops.evaluate import Evaluation
 from posttrain.loops.show import colored
-from posttrain.rollout import TextCodec
 from posttrain.task import Score, Task
 from posttrain.trajectory import Source, Trajectory
 

@@ -18,6 +18,7 @@ from posttrain.chat import Renderer
 from posttrain.config import WORLDS, ConfigError, EvalRunConfig, unknown_name
 from posttrain.data.config import SourceConfig, template_columns
 from posttrain.data.load import tasks_from_rows
+from posttrain.episodes import episode_of
 from posttrain.location import did_you_mean
 from posttrain.loops.build import (
     Stage,
@@ -38,7 +39,7 @@ from posttrain.loops.watch import Show, Watched, WatchedEnv, cited, documents_re
 from posttrain.rewards import score
 from posttrain.rewards.answers import tagged_answer
 from posttrain.rewards.scoring import for_evaluation
-from posttrain.rollout import RolloutSpec, episode_of, rollout_episode
+from posttrain.rollout import RolloutSpec, rollout_episode
 from posttrain.runs.trajectories import write_file
 from posttrain.sampler.protocol import Sampler
 from posttrain.task import Abstain, Invalid, Outcome, Score, Task

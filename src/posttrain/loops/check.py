@@ -18,13 +18,14 @@ from typing import Any
 from posttrain.config import ConfigError, RLConfig
 from posttrain.data import TaskSet
 from posttrain.envs import Env
+from posttrain.episodes import episode_of
 from posttrain.loops.build import Stage, load_part, load_renderer, make_spec, make_stage, training_params
 from posttrain.rewards import Reward, score
 from posttrain.rewards.audit import ACCEPTED_TRIED, TAGGED, Audit, Form, audit, frame_of
 from posttrain.rewards.config import RewardConfig
 from posttrain.rewards.program_audit import COLUMNS, judges_programs, programs
 from posttrain.rewards.scoring import for_evaluation, leaves
-from posttrain.rollout import episode_of, rollout_group
+from posttrain.rollout import rollout_group
 from posttrain.sampler.scripted import ScriptedSampler
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trainer.loading import ModelError

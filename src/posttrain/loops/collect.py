@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
+from posttrain.episodes import episode_of, episodes_of, written_turns
 from posttrain.rewards import Reward, RewardError, score_group
-from posttrain.rollout import RolloutSpec, episode_of, episodes_of, rollout_group, written_turns
+from posttrain.rollout import RolloutSpec, rollout_group
 from posttrain.task import Invalid, Outcome, Score, Task
 from posttrain.trajectory import Source, Trajectory
 

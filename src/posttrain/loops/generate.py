@@ -18,6 +18,7 @@ from typing import Any
 from posttrain.config import ConfigError, EvalRunConfig
 from posttrain.data import load_tasks
 from posttrain.data.config import DataConfig, SourceConfig
+from posttrain.episodes import episode_of
 from posttrain.loops.build import (
     Stage,
     check_playable,
@@ -33,7 +34,7 @@ from posttrain.loops.build import (
 from posttrain.loops.chat import answer_of
 from posttrain.loops.samplers import close_sampler, ready_sampler
 from posttrain.loops.target import Target, check_place
-from posttrain.rollout import RolloutSpec, episode_of, rollout_group
+from posttrain.rollout import RolloutSpec, rollout_group
 from posttrain.runs.rng import seed_everything
 from posttrain.task import Invalid, Task
 from posttrain.trajectory import Source, Trajectory

@@ -197,9 +197,7 @@ def make_learner(
     )
     if config.critic is not None:
         start = config.critic.path or config.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
-        critic = Critic.from_policy(start, config.model.device, config.model.dtype)
-        if config.model.gradient_checkpointing:
-            critic.checkpoint_activations()
+        critic = Critic.from_config(start, _trained(config.model, config.trainer, ranks))
         learner.critic = _spread(critic, config.trainer, ranks, sequence)
         learner.critic_optimizer = _optimizer(
             learner.critic, config.critic.optimizer, optimizer_steps, ranks, config.trainer

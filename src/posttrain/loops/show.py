@@ -8,7 +8,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from posttrain.rollout import TextCodec
+from posttrain.envs.budget import TextCodec
 from posttrain.thought import THOUGHT
 from posttrain.trajectory import Source, Trajectory
 

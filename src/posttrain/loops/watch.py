@@ -14,8 +14,8 @@ from typing import Any
 from rich.text import Text
 
 from posttrain.envs import Action, Env, Observation, Step
+from posttrain.envs.budget import TextCodec
 from posttrain.loops.show import VISIBLE, colored
-from posttrain.rollout import TextCodec
 from posttrain.sampler.protocol import Sampled, Sampler, SamplingParams
 from posttrain.task import Task
 from posttrain.tools.online.render import cited_ids

@@ -17,6 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.trainer import attention
 
+KINDS = 64  # compilations of one class of layers; torch's own limit is 8, and kinds that come later are not compiled
+
 
 def run_plainly(layer: nn.Module) -> None:
     """Undoes `compile_layers` for a layer that is to work on DTensors: for those, lengths that vary are untried."""
@@ -29,14 +31,19 @@ def compile_layers(module: nn.Module, backend: Any = "inductor") -> None:
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             compiled = torch.compile(layer._call_impl, dynamic=True, backend=backend)
-            layer._compiled_call_impl = _with_lengths_apart(compiled)
+            layer._compiled_call_impl = _with_settings(compiled)
 
 
-def _with_lengths_apart(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Lengths that happen to be equal in the batch that is compiled for may differ in the next one."""
+def _with_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Made at every call, as torch 2.13 has such settings by thread.
+
+    A layer is compiled for itself with gradients, without, and sampled from; frozen or adapted; with a window; for one
+    token. All models of a process count together: a policy with windows, its reference and its sampler are past 8.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        symbols.use_duck_shape = False  # here, as torch 2.13 has such settings by thread
+        symbols.use_duck_shape = False  # lengths that happen to be equal in one batch may differ in the next one
+        torch._dynamo.config.recompile_limit = KINDS
         return compiled(*args, **kwargs)
 
     return call

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from posttrain.packing import Batch
+from posttrain.trainer.compiling import compile_layers
 from posttrain.trainer.last_layer import prepare_last_layer
 from posttrain.trainer.lean_layers import quicken_layers
-from posttrain.trainer.loading import ModelError, load_decoder, no_progress_bars, pick_device, pick_dtype
+from posttrain.trainer.loading import ModelConfig, ModelError, load_decoder, no_progress_bars, pick_device, pick_dtype
 from posttrain.trainer.norms import quicken_norms
 from posttrain.trainer.optimizer import OptimizerConfig
 from posttrain.trainer.policy import decoder_hidden_states, packed_hidden_states, scatter
@@ -74,6 +75,16 @@ class Critic:
         critic = cls(module, head)
         if (Path(path) / HEAD_FILE).is_file():
             critic._load_head(Path(path) / HEAD_FILE)
+        return critic
+
+    @classmethod
+    def from_config(cls, path: str | Path, config: ModelConfig) -> Critic:
+        """See `from_policy`. config: how models are held, as for the policy."""
+        critic = cls.from_policy(path, config.device, config.dtype)
+        if config.gradient_checkpointing:
+            critic.checkpoint_activations()
+        if config.compiles_on(critic.device.type):
+            compile_layers(critic.module)
         return critic
 
     def shard(self, ranks: Ranks, config: TrainerConfig, sequence: SequenceGroup | None = None) -> None:
