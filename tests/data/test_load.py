@@ -299,6 +299,17 @@ def test_named_ids_must_be_unique_and_present(tmp_path: Path) -> None:
     assert tasks.origins["q/y"].endswith("line 2")
 
 
+def test_whole_numbers_of_a_float_column_are_names_and_others_are_not() -> None:
+    """pandas makes floats of a column of whole numbers with a gap."""
+    source = SourceConfig(path="x.jsonl")  # type: ignore[arg-type]
+    rows = questions(2)
+    found = tasks_from_rows([{**row, "id": number} for row, number in zip(rows, (7.0, 8.0), strict=True)], source)
+    assert [task.id for task in found] == ["x/7", "x/8"]
+    for odd in (0.5, float("inf"), {"n": 1}, [[1]]):
+        with pytest.raises(DataError, match="a name is text or a whole number"):
+            tasks_from_rows([{**rows[0], "id": odd}], source)
+
+
 def test_a_found_id_column_with_repeats_is_passed_over_with_a_note(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "q.jsonl", questions(3, id="train_0"))
     tasks = load(path)

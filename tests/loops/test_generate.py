@@ -80,6 +80,13 @@ def test_a_stopped_generation_goes_on_and_gives_the_same_file(tmp_path: Path) ->
         ('{"id": "1", "question": "Where?"}', ":1 is no answer"),
         ('{"id": "a", "sample": 0, "model": "tiny_search_base"}\nnotes', ":2 is no answer"),
         ("\x00\xff", ":1 is no answer"),
+        ('{"id": ["a"], "sample": 0, "model": "tiny_search_base"}\n', ':1 is no answer.*the text "id"'),
+        ('{"id": 1, "sample": 0, "model": "tiny_search_base"}\n', ":1 is no answer"),
+        ('{"id": "a", "sample": {}, "model": "tiny_search_base"}\n', ":1 is no answer"),
+        ('{"id": "a", "sample": 0, "model": ["tiny_search_base"]}\n', ":1 is no answer"),
+        ('{"id": {}, "sample": 0, "model": "tiny_search_base"}', ":1 is no answer"),
+        ("[" * 100_000 + "\n", ":1 is no answer"),
+        ("[" * 100_000, ":1 is no answer"),
     ],
 )
 def test_files_of_others_are_left_alone(tmp_path: Path, content: str, shown: str) -> None:
