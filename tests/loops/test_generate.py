@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,10 @@ def test_files_of_others_are_left_alone(tmp_path: Path, content: str, shown: str
     assert out.read_bytes() == content.encode("latin-1")
 
 
-@pytest.mark.parametrize(("name", "shown"), [("folder", "is a folder"), ("answers.parquet", "is named .parquet")])
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("folder", "is a folder"), ("answers.parquet", "is named .parquet"), (os.devnull, "is no regular file")],
+)
 def test_what_cannot_hold_lines_is_refused_at_once(tmp_path: Path, name: str, shown: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=f"--out is a file of JSON lines.*{shown}"):

@@ -166,5 +166,8 @@ def test_what_is_denied_besides_files_is_not_taken_for_the_disk(tmp_path: Path):
         (tmp_path / "file" / "below").read_text()
     assert "choose another place" in str(disk_problem(denied.value))
     assert disk_problem(OSError(errno.ENOSPC, "No space left on device")), "a write names no file"
+    with pytest.raises(OSError, match="x" * 300) as named:
+        Path("x" * 300).read_text()
+    assert str(disk_problem(named.value)).endswith("; choose another name")
     assert disk_problem(PermissionError(errno.EACCES, "Permission denied (while attempting to bind)")) is None
     assert disk_problem(ProcessLookupError(errno.ESRCH, "No such process")) is None

@@ -204,8 +204,9 @@ def _read(out: Path, model: str) -> set[tuple[str, int]]:
     Bytes: what was cut may end within a character, and a text may hold what Python takes for the end of a line.
     Raises ConfigError, and leaves the file as it is, when anything else is in it.
     """
-    if out.is_dir() or out.suffix in OTHER_FILES:
-        seen = "a folder" if out.is_dir() else f"named {out.suffix}"
+    strange = out.exists() and not out.is_file()  # a pipe or a device, which may never end
+    if strange or out.suffix in OTHER_FILES:
+        seen = "a folder" if out.is_dir() else "no regular file" if strange else f"named {out.suffix}"
         raise ConfigError([f"--out is a file of JSON lines, such as answers.jsonl, and {out} is {seen}"])
     check_place(out.parent)
     if not out.exists():

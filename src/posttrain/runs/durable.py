@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _FULL = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR)  # also of ports and processes: then no file is named
 
 
@@ -129,9 +130,12 @@ def _finite(value: Any) -> Any:
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """What to do about a disk that is full or may not be written to, which is nobody's bug; None = another error."""
+    """What to do about a disk that is full or may not be written to, or a name that no file can have, which are
+    nobody's bugs; None = another error."""
     if not isinstance(error, OSError):
         return None
+    if error.errno in _NO_NAME:
+        return f"{error}; choose another name"
     if error.errno not in _FULL and (error.errno not in _CLOSED or error.filename is None):
         return None
     return f"{error}; choose another place, or mend its permissions or the room on its disk"
