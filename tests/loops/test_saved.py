@@ -110,6 +110,7 @@ def test_the_command_prints_a_summary_tokens_or_json(run):
     assert "4 of 16 trajectories in 2 files match, 1 shown" in shown
     assert "colours: prompt, policy, env, template, injected" in shown
     assert "reward 1" in shown
+    assert "4 of 16 trajectories in 2 files match, 4 shown" in told(run, "-n", str(10**20), "--reward", ">0.5")
     record = json.loads(told(run, "--json", "-n", "2", "--order", "best"))
     assert (record["matched"], len(record["trajectories"])) == (16, 2)
     one = record["trajectories"][0]

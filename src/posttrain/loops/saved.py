@@ -7,7 +7,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,7 +161,7 @@ def find(place: Path, wanted: Wanted, *, model: str | None = None) -> Found:
         matching = sorted(scored, key=lambda entry: entry[2]["reward"], reverse=wanted.order == "best")
     renderer, note = _renderer(place, model)
     shown: list[Shown] = []
-    for file, number, row in islice(matching, wanted.most):
+    for file, number, row in matching[: wanted.most]:
         (trajectory,) = read_trajectories(file, [number])
         shown.append(Shown(step=row["step"], trajectory=trajectory, segments=_segments(trajectory, row, renderer)))
     return Found(
