@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,19 @@ def test_a_file_alone_is_shown_without_colours_unless_a_model_is_named(run, tmp_
     assert [who for who, _ in named.shown[0].segments][-1] == "policy"
     with pytest.raises(ConfigError, match="--model nowhere/at/all"):
         find(tmp_path / "one.parquet", Wanted(), model="nowhere/at/all")
+
+
+@pytest.mark.parametrize(
+    "config", [b"", b"\xff\x00", b"a: [", b"a: " + b"[" * 3000, b"model: path", b"model: {path: 3}", b"a: 2020-99-99"]
+)
+def test_a_run_whose_config_is_damaged_is_shown(run: Path, tmp_path: Path, config: bytes):
+    copied = shutil.copytree(run, tmp_path / "run")
+    (copied / "config.yaml").write_bytes(config)
+    assert find(copied, Wanted(most=1)).renderer is not None, "its checkpoint has a tokenizer"
+    shutil.rmtree(copied / "checkpoints")
+    found = find(copied, Wanted(most=1))
+    assert found.renderer is None
+    assert "without colours" in found.note
 
 
 def test_colours_say_who_wrote_what(run):

@@ -100,6 +100,8 @@ def test_an_index_is_served_as_the_settings_say(corpus: Path, tmp_path: Path):
     assert about == {"method": "bm25", "passages": 4}
     with pytest.raises(ValueError, match="rerunk"):
         open_for_serving(tmp_path / "b", ["rerunk.model=x"])
+    with pytest.raises(ValueError, match="leave the setting 'index' out"):
+        open_for_serving(tmp_path / "b", ["index=x"])
 
 
 def test_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):

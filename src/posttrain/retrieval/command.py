@@ -51,7 +51,10 @@ def open_for_serving(index: Path, settings: Sequence[str]) -> tuple[Retriever, d
     if manifest["method"] == "bm25" and not settings:
         return load_index(index), about
     config = importlib.import_module("posttrain.retrieval.config")
-    return config.make_retriever(config.RetrievalConfig(index=index, **nested(settings))), about
+    given = nested(settings)
+    if "index" in given:
+        raise ValueError(f"the index that is served is {index}; leave the setting 'index' out")
+    return config.make_retriever(config.RetrievalConfig(index=index, **given)), about
 
 
 def token_of(variable: str | None) -> str | None:

@@ -57,6 +57,10 @@ def sweep(folder: Path, prefixes: tuple[str, ...]) -> None:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
+class LogError(ValueError):
+    """A log holds something else than its rows."""
+
+
 class JsonLog:
     """A file of JSON lines, each a mapping with an integer "step", never decreasing.
 
@@ -93,7 +97,7 @@ class JsonLog:
             for number, line in enumerate(lines, start=1):
                 row = _row(line)
                 if row is None and lines.readline():
-                    raise ValueError(f"{self.path}:{number} is not a row of this log; mend or delete the line")
+                    raise LogError(f"{self.path}:{number} is not a row of this log; mend or delete the line")
                 if row is None or (step is not None and row["step"] > step):
                     break
                 size += len(line)
@@ -114,7 +118,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
