@@ -98,13 +98,8 @@ class Plan:
         return "".join(f"{name:<18} {value}\n" for name, value in rows)
 
 
-def is_due(step: int, every: int, steps: int) -> bool:
-    """Whether something that happens each `every` steps, and always after the last one, happens after `step` >= 1."""
-    return step >= 1 and (step == steps or (every > 0 and step % every == 0))
-
-
 def _due(every: int, steps: int) -> tuple[int, ...]:
-    """The steps for which `is_due`."""
+    """After which of the steps 1 to `steps` something happens: each `every` of them (0: none), and always the last."""
     regular = range(every, steps, every) if every > 0 else ()
     return (*regular, steps)
 
