@@ -202,9 +202,14 @@ def test_smoke_without_small_numbers_does_not_start_the_large_run(command: Comma
 def test_a_place_that_cannot_be_written_is_told_without_a_traceback(command: Command, tmp_path: Path) -> None:
     said = command("eval", "run.yaml", "--out", "run.yaml/out").refused()
     assert f"run.yaml/out cannot be written: {tmp_path}/run.yaml is no folder" in said, "before anything is answered"
-    said = command("serve", "run.yaml", "--record", "run.yaml/record").refused()
-    assert "Not a directory" in said
-    assert "choose another place, or mend its permissions or the room on its disk" in said
+    said = command("serve", "run.yaml", "--record", "run.yaml").refused()
+    assert "run.yaml is no folder that may be written to; set --record" in said
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "two words"}\n')
+    said = command("index", "corpus.jsonl", "run.yaml/idx").refused()
+    assert f"run.yaml/idx cannot be written: {tmp_path}/run.yaml is no folder" in said
+    said = command("index", "corpus.jsonl", "run.yaml", "--overwrite").refused()
+    assert "run.yaml is a file, and an index is a folder, so it is not overwritten" in said
+    assert "choose another name" in command("eval", "x" * 300).refused()
 
 
 # ---------------------------------------------------------------- indexes
@@ -229,6 +234,24 @@ def test_a_damaged_index_is_refused_by_whoever_opens_it(command: Command, tmp_pa
     ):
         assert re.search(said, command(*arguments).refused())
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+@pytest.mark.parametrize(
+    "served", [["serve", "run.yaml"], ["serve-search", "i"], ["serve-reward", "m"], ["serve-tools"]]
+)
+def test_a_port_that_there_is_not_is_refused_before_anything_is_loaded(
+    command: Command, served: list[str], port: str
+) -> None:
+    done = command(*served, "--port", port)
+    assert done.code == 2
+    assert "equal to" in done.err
+    assert "--port" in done.err
+
+
+def test_a_syntax_that_there_is_not_is_refused_before_the_model_is_loaded(command: Command) -> None:
+    said = command("serve", "run.yaml", "model.path=gone", "--syntax", "hermez").refused()
+    assert "--syntax: there is no syntax 'hermez'. Did you mean" in said
 
 
 def test_a_setting_of_a_served_reward_model_without_a_value_is_refused(command: Command) -> None:

@@ -81,6 +81,9 @@ def test_p126_misspelt_keys_of_every_section(load, override: str, message: str):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("optimizer.betas=[1, 0.9]", "optimizer.betas: both must be >= 0 and < 1, got (1.0, 0.9)"),
+        ("optimizer.betas=[0.9, -1]", "optimizer.betas: both must be >= 0 and < 1, got (0.9, -1.0)"),
+        ("sampler.options={kv_gib: 1e300}", "sampler.options.kv_gib: Input should be less than or equal to 1000000000"),
         ("algorithm.advantage=gpro", "algorithm.advantage: unknown advantage 'gpro'. Did you mean 'grpo'?"),
         ("algorithm.loss=ppo_clp", "Did you mean 'ppo_clip'?"),
         ("algorithm.aggregate=tokenmean", "Did you mean 'token_mean'?"),
@@ -91,7 +94,7 @@ def test_p126_misspelt_keys_of_every_section(load, override: str, message: str):
         ("checkpoint.keep_best=eval/rewrad", "did you mean 'eval/reward'"),
     ],
 )
-def test_misspelt_names_of_functions(load, override: str, message: str):
+def test_wrong_values_and_misspelt_names_of_functions(load, override: str, message: str):
     assert message in refused(load, override)
 
 

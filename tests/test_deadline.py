@@ -9,10 +9,28 @@ from functools import partial
 
 import pytest
 
-from posttrain.deadline import NoThread, in_thread, in_threads
+from posttrain.deadline import NoThread, in_thread, in_threads, timer
 
 LONG = 60.0
 TOO_LARGE = 1 << 47  # bytes of a thread's stack: more than there are addresses
+
+
+@pytest.mark.parametrize("seconds", [1e10, 1e300, float("inf")])
+def test_a_timer_of_more_than_a_thread_can_wait_for_waits(seconds: float) -> None:
+    rung = threading.Event()
+    waiting = timer(seconds, rung.set)
+    waiting.join(0.2)
+    assert waiting.is_alive(), "it did not fail"
+    waiting.cancel()
+    waiting.join(LONG)
+    assert not waiting.is_alive()
+    assert not rung.is_set()
+
+
+def test_a_timer_calls() -> None:
+    rung = threading.Event()
+    timer(0.01, rung.set)
+    assert rung.wait(LONG)
 
 
 def test_calls_at_once_do_not_wait_for_each_other() -> None:

@@ -74,6 +74,15 @@ def leave(job: asyncio.Future[Any]) -> None:
     job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no "never retrieved" warning
 
 
+def timer(seconds: float, call: Callable[[], object]) -> threading.Timer:
+    """Calls it from a thread once `seconds` are over, unless it is cancelled first; keeps no program alive. What is
+    more than a thread can wait for, about 292 years, is that long."""
+    started = threading.Timer(min(seconds, threading.TIMEOUT_MAX), call)
+    started.daemon = True
+    started.start()
+    return started
+
+
 async def in_thread(call: Callable[[], T]) -> T:
     """Runs `call` in a thread of its own that does not keep the program alive; cancelled, its result is dropped.
 

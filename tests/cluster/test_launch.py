@@ -299,6 +299,54 @@ else:
     assert all(not Path(f"/proc/{(tmp_path / f'began{n}').read_text().split()[1]}").exists() for n in range(3))
 
 
+STEPPING = """
+signal.signal(signal.SIGINT, lambda *_: (folder / 'heard').touch())
+(folder / "set").touch()
+while not ((folder / "heard").exists() and (folder / "began1").exists()):  # the step needs its sampler
+    time.sleep(0.02)
+(folder / "written").touch()
+sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_a_sampler_that_is_killed_after_an_interrupt_is_started_again_for_the_step_in_progress(
+    tmp_path: Path, restarts: int
+):
+    """Where none may be, the step has no end, and nobody waits for it."""
+    dies = """
+while seen > 0 or not (folder / "heard").exists():
+    time.sleep(0.02)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    samplers(tmp_path, dies)
+    command = f"""
+import signal, sys
+from posttrain.cluster import launch
+from posttrain.cluster.supervisor import Samplers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # not so in a shell's background
+launch.GRACE_SECONDS = 1.0
+program = [sys.executable, {str(tmp_path / "sampler.py")!r}, {str(tmp_path)!r}]
+samplers = Samplers(count=1, command=program, restarts={restarts})
+sys.exit(launch.launch_local({script(tmp_path, STEPPING)!r}, 1, samplers))
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE)
+    until = time.monotonic() + 120
+    while not ((tmp_path / "set").exists() and (tmp_path / "began0").exists()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGINT)
+    try:
+        _, said = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert (tmp_path / "written").exists() == bool(restarts)
+    assert (b"it is started again (0 left)" in said) == bool(restarts)
+    assert (b"no sampler may be started again" in said) == (not restarts)
+    assert left(tmp_path) == []
+
+
 def test_a_sampler_that_fails_is_not_killed_before_it_has_said_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Its connection breaks first, so rank 0 wants it ended; killed, it would be started again."""
     code = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -75,9 +76,20 @@ def test_samplers_apart_take_their_gpus_from_the_ranks(tmp_path: Path):
         Job(config=Path("c.yaml"), run_dir=Path("r"), name="n", nodes=1, gpus=4, samplers=4)
 
 
-@pytest.mark.parametrize("asked", [{"nodes": 0}, {"gpus": -1}, {"ranks": 0}, {"hours": 0}])
-def test_jobs_that_cannot_be(asked: dict[str, int]):
-    with pytest.raises(ValueError, match="a job needs nodes >= 1"):
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"nodes": 0},
+        {"gpus": -1},
+        {"ranks": 0},
+        {"cpus": 0},
+        {"hours": 0},
+        {"hours": math.nan},
+        {"hours": math.inf},
+    ],
+)
+def test_jobs_that_cannot_be(asked: dict[str, float]):
+    with pytest.raises(ValueError, match="a job needs nodes, ranks and cpus >= 1"):
         Job(config=Path("c"), run_dir=Path("r"), name="n", **asked)  # type: ignore[arg-type]
 
 

@@ -299,6 +299,45 @@ def test_named_ids_must_be_unique_and_present(tmp_path: Path) -> None:
     assert tasks.origins["q/y"].endswith("line 2")
 
 
+def test_whole_numbers_of_a_float_column_are_names_and_others_are_not() -> None:
+    """pandas makes floats of a column of whole numbers with a gap."""
+    source = SourceConfig(path="x.jsonl")  # type: ignore[arg-type]
+    rows = questions(2)
+    found = tasks_from_rows([{**row, "id": number} for row, number in zip(rows, (7.0, 8.0), strict=True)], source)
+    assert [task.id for task in found] == ["x/7", "x/8"]
+    for odd in (0.5, float("inf"), {"n": 1}, [[1]]):
+        with pytest.raises(DataError, match="a name is text or a whole number"):
+            tasks_from_rows([{**rows[0], "id": odd}], source)
+
+
+@pytest.mark.parametrize("levels", [102, 300, 900])
+def test_rows_that_are_nested_too_deeply_are_refused_by_name(tmp_path: Path, levels: int) -> None:
+    deep = "[" * levels + "]" * levels
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"question": "q?", "answer": "a", "extra": {deep}}}\n{deep}\n')
+    with pytest.raises(DataError) as refused:
+        load(path)
+    assert "rows.jsonl line 1: has more than 100 levels of lists and objects; flatten it" in str(refused.value)
+    assert "rows.jsonl line 2: is list [[" in str(refused.value)
+    with pytest.raises(DataError, match=r"source 'rows': where: .*line 1: has more than 100 levels"):
+        load(path, where={"extra": 1})
+    path.write_text(json.dumps({"question": "q?", "answer": deep}) + "\n")
+    with pytest.raises(DataError, match=r"rows.jsonl line 1"):
+        load(path, ground_truth_format="json_answers")
+
+
+def test_ninety_levels_are_kept(tmp_path: Path) -> None:
+    deep = json.loads("[" * 90 + "]" * 90)
+    (task,) = load(jsonl(tmp_path / "rows.jsonl", questions(1, extra=deep)))
+    assert task.extra["extra"] == deep
+
+
+@pytest.mark.skipif(not Path("/dev/null").exists(), reason="no such device")
+def test_a_path_that_is_no_regular_file_is_said_to_be_none() -> None:
+    with pytest.raises(DataError, match="'/dev/null' is no regular file"):
+        load(Path("/dev/null"))
+
+
 def test_a_found_id_column_with_repeats_is_passed_over_with_a_note(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "q.jsonl", questions(3, id="train_0"))
     tasks = load(path)

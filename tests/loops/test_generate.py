@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,13 @@ def test_a_stopped_generation_goes_on_and_gives_the_same_file(tmp_path: Path) ->
         ('{"id": "1", "question": "Where?"}', ":1 is no answer"),
         ('{"id": "a", "sample": 0, "model": "tiny_search_base"}\nnotes', ":2 is no answer"),
         ("\x00\xff", ":1 is no answer"),
+        ('{"id": ["a"], "sample": 0, "model": "tiny_search_base"}\n', ':1 is no answer.*the text "id"'),
+        ('{"id": 1, "sample": 0, "model": "tiny_search_base"}\n', ":1 is no answer"),
+        ('{"id": "a", "sample": {}, "model": "tiny_search_base"}\n', ":1 is no answer"),
+        ('{"id": "a", "sample": 0, "model": ["tiny_search_base"]}\n', ":1 is no answer"),
+        ('{"id": {}, "sample": 0, "model": "tiny_search_base"}', ":1 is no answer"),
+        ("[" * 100_000 + "\n", ":1 is no answer"),
+        ("[" * 100_000, ":1 is no answer"),
     ],
 )
 def test_files_of_others_are_left_alone(tmp_path: Path, content: str, shown: str) -> None:
@@ -90,7 +98,10 @@ def test_files_of_others_are_left_alone(tmp_path: Path, content: str, shown: str
     assert out.read_bytes() == content.encode("latin-1")
 
 
-@pytest.mark.parametrize(("name", "shown"), [("folder", "is a folder"), ("answers.parquet", "is named .parquet")])
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("folder", "is a folder"), ("answers.parquet", "is named .parquet"), (os.devnull, "is no regular file")],
+)
 def test_what_cannot_hold_lines_is_refused_at_once(tmp_path: Path, name: str, shown: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=f"--out is a file of JSON lines.*{shown}"):

@@ -164,6 +164,7 @@ def test_a_run_that_surely_cannot_fit_is_refused_before_anything_loads(half_b: P
 
 def test_the_command_prints_the_parts_and_refuses(command: Command, tmp_path: Path):
     write_config(tmp_path / "run.yaml")
+    assert command("plan", "run.yaml", "--gpu-gib", "inf").code == 2
     planned = command("plan", "run.yaml", "--gpu-gib", "8")
     assert planned.code == 0
     assert "keys and values" in planned.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,19 @@ def test_a_file_alone_is_shown_without_colours_unless_a_model_is_named(run, tmp_
         find(tmp_path / "one.parquet", Wanted(), model="nowhere/at/all")
 
 
+@pytest.mark.parametrize(
+    "config", [b"", b"\xff\x00", b"a: [", b"a: " + b"[" * 3000, b"model: path", b"model: {path: 3}", b"a: 2020-99-99"]
+)
+def test_a_run_whose_config_is_damaged_is_shown(run: Path, tmp_path: Path, config: bytes):
+    copied = shutil.copytree(run, tmp_path / "run")
+    (copied / "config.yaml").write_bytes(config)
+    assert find(copied, Wanted(most=1)).renderer is not None, "its checkpoint has a tokenizer"
+    shutil.rmtree(copied / "checkpoints")
+    found = find(copied, Wanted(most=1))
+    assert found.renderer is None
+    assert "without colours" in found.note
+
+
 def test_colours_say_who_wrote_what(run):
     found = find(run, Wanted(most=1))
     text = next(piece for piece in found.render() if "Where was" in piece.plain or "Who" in piece.plain)
@@ -110,6 +124,7 @@ def test_the_command_prints_a_summary_tokens_or_json(run):
     assert "4 of 16 trajectories in 2 files match, 1 shown" in shown
     assert "colours: prompt, policy, env, template, injected" in shown
     assert "reward 1" in shown
+    assert "4 of 16 trajectories in 2 files match, 4 shown" in told(run, "-n", str(10**20), "--reward", ">0.5")
     record = json.loads(told(run, "--json", "-n", "2", "--order", "best"))
     assert (record["matched"], len(record["trajectories"])) == (16, 2)
     one = record["trajectories"][0]

@@ -48,6 +48,8 @@ def test_every_method_from_the_shell(corpus: Path, tmp_path: Path, encoder: str)
     done = run("index", str(corpus), str(tmp_path / "b"), "--set", "bm25.k1=0.9", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.output.splitlines()[-1])["parameters"]["k1"] == 0.9
+    done = run("index", str(corpus), str(tmp_path / "e"), "--set", "bm25.b=1e-1", "--json")
+    assert json.loads(done.output.splitlines()[-1])["parameters"]["b"] == 0.1
     done = run("index", str(corpus), str(tmp_path / "d"), "--method", "dense", "--encoder", encoder, *shared)
     assert "4 passages, 16 dimensions" in done.output
     done = run("index", str(corpus), str(tmp_path / "h"), "--method", "hybrid", "--encoder", encoder, *shared)
@@ -65,6 +67,20 @@ def test_every_method_from_the_shell(corpus: Path, tmp_path: Path, encoder: str)
         (["--set", "k1=3"], "unknown setting 'k1' here; known: bm25"),
         (["--set", "bm25.k2=3"], "unknown setting 'k2' here; known: k1, b, unspaced"),
         (["--set", "bm25.b=3"], "0 <= b <= 1"),
+        (["--set", "bm25.k1=inf"], "got k1=inf"),
+        (["--set", "bm25.k1=nan"], "got k1=nan"),
+        (["--set", "bm25.k1=x"], "bm25.k1 is a number, got 'x'"),
+        (["--set", "bm25.k1="], "bm25.k1 is a number, got None"),
+        (["--set", "bm25.b=true"], "bm25.b is a number, got True"),
+        (["--set", "bm25.unspaced=3"], "bm25.unspaced is true, false or null, got 3"),
+        (["--set", "bm25=5"], "expected settings such as k1=..., got 5"),
+        (["--set", "bm25=5", "--set", "bm25.k1=1"], "'bm25.k1=1': another setting makes bm25 a int"),
+        (["--set", "bm25.k1=["], "the value of 'bm25.k1=[' is no YAML"),
+        (["--set", "bm25.k1=2020-99-99"], "the value of 'bm25.k1=2020-99-99' is no YAML: month must be"),
+        (["--set", "bm25.k1=" + "[" * 5000], "is no YAML"),
+        (["--method", "dense", "--encoder", "x", "--set", "encoder=5"], "expected settings such as pooling=..., got 5"),
+        (["--method", "dense", "--encoder", "x", "--set", "encoder.model=y"], "unknown setting 'model' here"),
+        (["--method", "dense", "--encoder", "x", "--set", "vectors=[]"], "expected settings such as kind=..., got []"),
         (["--method", "dense", "--encoder", "no/such", "--set", "encoder.poling=cls"], "poling"),
     ],
 )
@@ -84,6 +100,8 @@ def test_an_index_is_served_as_the_settings_say(corpus: Path, tmp_path: Path):
     assert about == {"method": "bm25", "passages": 4}
     with pytest.raises(ValueError, match="rerunk"):
         open_for_serving(tmp_path / "b", ["rerunk.model=x"])
+    with pytest.raises(ValueError, match="leave the setting 'index' out"):
+        open_for_serving(tmp_path / "b", ["index=x"])
 
 
 def test_tokens_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):

@@ -77,6 +77,17 @@ def waits(episode, task):
     time.sleep(0.3)
     return 1.0
 
+def reaps(episode, task):
+    if os.fork() == 0:
+        os.fork()  # an orphan, unless it ends first
+        os._exit(0)
+    ended = 0
+    while True:
+        try:
+            ended += os.wait()[0] > 0
+        except ChildProcessError:
+            return ended
+
 not_a_function = 3
 """
 
@@ -125,6 +136,12 @@ def test_p74_a_power_tower_is_killed_at_the_deadline_and_the_others_are_scored(s
     assert [outcome == Score(1.0) for outcome in outcomes] == [True, False, True, True]
     assert outcomes[1].reason == "reward_timeout"
     assert "mine.py:tower took longer than 1.0 s and was killed" in outcomes[1].detail
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
+def test_a_function_may_wait_until_it_has_no_child_left(scored):
+    """What ends the worker with its parent is none; what its children leave behind is."""
+    assert scored("reaps", "x", seconds=60.0) == [Score(2.0)]
 
 
 def test_a_worker_that_answers_as_its_time_ends_is_given_to_no_other_call(location, monkeypatch):

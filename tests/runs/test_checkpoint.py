@@ -117,6 +117,21 @@ def damage_manifest(folder: Path) -> str:
     return "manifest.json cannot be read"
 
 
+def damage_manifest_deeply(folder: Path) -> str:
+    (folder / "manifest.json").write_text("[" * 100_000)
+    return "manifest.json cannot be read"
+
+
+def damage_manifest_values(folder: Path) -> str:
+    (folder / "manifest.json").write_text('{"format": 1, "step": 1, "metric": null, "files": []}')
+    return "manifest.json cannot be read"
+
+
+def damage_manifest_step(folder: Path) -> str:
+    (folder / "manifest.json").write_text('{"format": 1, "step": Infinity, "metric": null, "files": {}}')
+    return "manifest.json cannot be read"
+
+
 def damage_no_manifest(folder: Path) -> str:
     (folder / "manifest.json").unlink()
     return "manifest.json is missing"
@@ -140,6 +155,9 @@ def damage_surplus(folder: Path) -> str:
         damage_size,
         damage_missing,
         damage_manifest,
+        damage_manifest_deeply,
+        damage_manifest_values,
+        damage_manifest_step,
         damage_no_manifest,
         damage_format,
         damage_surplus,

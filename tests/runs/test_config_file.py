@@ -167,6 +167,13 @@ def test_broken_yaml_has_a_line(load):
     assert "not valid YAML" in refused(load, "a: \x07\n")
 
 
+@pytest.mark.parametrize("text", ["[" * 3000 + "]" * 3000, "[" * 3000, "{a: " * 500 + "1" + "}" * 500])
+def test_what_is_nested_too_deeply_is_refused(load, text: str):
+    assert "run.yaml" in refused(load, f"options: {text}")
+    said = refused(load, "train: {}\n", f"options.deep={text}")
+    assert "nested too deeply" in said or "cannot be applied" in said
+
+
 def test_not_utf8(tmp_path: Path):
     (tmp_path / "a.yaml").write_bytes(b"train: {name: \xff}\n")
     with pytest.raises(ConfigError, match="not UTF-8"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.runs.directory import RunDirectory, RunError
-from posttrain.runs.durable import JsonLog, disk_problem, read_rows, remove_tree, sweep, write_atomic
+from posttrain.runs.durable import JsonLog, LogError, disk_problem, read_rows, remove_tree, sweep, write_atomic
 
 
 def test_a_new_run_has_its_config_and_plan(tmp_path: Path):
@@ -112,10 +112,11 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path):
     assert path.read_bytes() == b'{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n'
 
 
-def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_deleted(tmp_path: Path):
+@pytest.mark.parametrize("damaged", [b"garbage", b"\xff", b"[" * 100_000], ids=["garbage", "no text", "deep"])
+def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_deleted(tmp_path: Path, damaged: bytes):
     path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"step": 1}\ngarbage\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"log.jsonl:2 is not a row of this log"):
+    path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n')
+    with pytest.raises(LogError, match=r"log.jsonl:2 is not a row of this log"):
         JsonLog(path)
     assert path.read_bytes().count(b"\n") == 3
 
@@ -166,5 +167,8 @@ def test_what_is_denied_besides_files_is_not_taken_for_the_disk(tmp_path: Path):
         (tmp_path / "file" / "below").read_text()
     assert "choose another place" in str(disk_problem(denied.value))
     assert disk_problem(OSError(errno.ENOSPC, "No space left on device")), "a write names no file"
+    with pytest.raises(OSError, match="x" * 300) as named:
+        Path("x" * 300).read_text()
+    assert str(disk_problem(named.value)).endswith("; choose another name")
     assert disk_problem(PermissionError(errno.EACCES, "Permission denied (while attempting to bind)")) is None
     assert disk_problem(ProcessLookupError(errno.ESRCH, "No such process")) is None

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from posttrain.runs.plan import BatchConfig, Plan, is_due, make_plan
+from posttrain.runs.plan import BatchConfig, Plan, make_plan
 from posttrain.trainer.optimizer import OptimizerConfig, lr_at
+
+
+def is_due(step: int, every: int, steps: int) -> bool:
+    return step == steps or (every > 0 and step % every == 0)
 
 
 def plan(batch: BatchConfig, *, steps: int = 10, tasks: int = 100, lr=lambda update: 1.0, **options) -> Plan:
@@ -18,7 +22,7 @@ def plan(batch: BatchConfig, *, steps: int = 10, tasks: int = 100, lr=lambda upd
 def test_p128_64_prompts_8_samples_4_mini_batches_3_epochs():
     batch = BatchConfig(prompts_per_step=64, samples_per_prompt=8, prompts_per_mini_batch=16, epochs=3)
     optimizer = OptimizerConfig(lr=1e-3, schedule="linear", warmup_optimizer_steps=12, min_lr_ratio=0.1)
-    result = plan(batch, steps=10, tasks=320, lr=lambda update: lr_at(optimizer, update, 120))
+    result = plan(batch, steps=10, tasks=320, lr=lambda update: lr_at(optimizer, update, 120), warmup=12)
     assert (result.episodes_per_step, result.mini_batches, result.optimizer_steps_per_step) == (512, 4, 12)
     assert (result.optimizer_steps, result.prompts, result.episodes, result.data_epochs) == (120, 640, 5120, 2.0)
     assert result.lr_first == pytest.approx(1e-3 / 12)
@@ -44,11 +48,27 @@ def test_p128_counts_equal_those_of_a_loop_that_executes_them():
     assert result.eval_steps == tuple(evals) == (0, 2, 4, 6, 7)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 3, 4, 5, 9])
+def test_the_rates_are_those_of_all_updates(schedule: str, warmup: int):
+    optimizer = OptimizerConfig(lr=1e-3, schedule=schedule, warmup_optimizer_steps=warmup, min_lr_ratio=0.1)
+    for steps in (1, 2, 4, 6):
+        rates = [lr_at(optimizer, update, steps) for update in range(steps)]
+        result = plan(BatchConfig(), steps=steps, lr=rates.__getitem__, warmup=warmup)
+        assert (result.lr_first, result.lr_peak, result.lr_last) == (rates[0], max(rates), rates[-1])
+
+
+def test_a_plan_of_ten_million_steps_asks_for_few_rates():
+    asked: list[int] = []
+    result = plan(BatchConfig(), steps=10**7, lr=lambda update: asked.append(update) or 1.0, checkpoint_every=10**6)
+    assert len(asked) < 10
+    assert result.checkpoint_steps == tuple(range(10**6, 10**7 + 1, 10**6))
+
+
 def test_every_zero_means_only_after_the_last_step():
     result = plan(BatchConfig(), steps=4, checkpoint_every=0, eval_every=0, eval_at_start=False)
     assert result.checkpoint_steps == result.eval_steps == (4,)
     assert plan(BatchConfig(), steps=4).eval_steps == ()
-    assert not is_due(0, 1, 4)
 
 
 def test_mini_batches_must_divide_the_step_and_the_error_offers_what_does():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.runs.algorithm import AlgorithmConfig
 from posttrain.runs.config_file import ConfigError
 from posttrain.runs.plugins import check_options, options_for, resolve
 
@@ -68,3 +69,43 @@ def test_options_go_to_those_who_take_them():
     assert check_options(loss, {"clip_low": 0.1}, "loss") == {"clip_low": 0.1}
     with pytest.raises(ConfigError, match=r"unknown option of loss 'cliplow'. Did you mean 'clip_low'\?"):
         check_options(loss, {"cliplow": 0.1}, "loss")
+
+
+MINE = """
+def four(rewards, mask, episodes, groups, values): ...
+def three(rewards, mask, episodes): ...
+def many(*given, **options): ...
+def named(*, mask, episode_index): ...
+class Made:
+    def __init__(self, mask, episode_index): ...
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "refused"),
+    [
+        ("advantage", "four", None),
+        ("advantage", "many", None),
+        ("aggregate", "Made", None),
+        ("aggregate", "three", None),  # its third may be an option
+        (
+            "advantage",
+            "three",
+            r"is called with \(rewards, mask, episode_index, group_index\) and options by name; it takes",
+        ),
+        ("loss", "many", None),
+        ("loss", "three", r"is called with \(logprobs, old_logprobs, advantages, mask, segment_ids\)"),
+        ("kl_estimator", "Made", r"is called with \(logprobs, ref_logprobs, mask\)"),
+        ("correction", "named", r"is called with \(old_logprobs, rollout_logprobs, mask, episode_index\)"),
+        ("loss", "number", "is no function but a int"),
+    ],
+)
+def test_functions_of_an_algorithm_take_what_they_are_given(tmp_path: Path, key: str, name: str, refused: str | None):
+    (tmp_path / "mine.py").write_text(MINE)
+    given = {key: f"{tmp_path / 'mine.py'}:{name}"}
+    if refused is None:
+        assert AlgorithmConfig.model_validate(given).functions[key].__name__ == name
+    else:
+        with pytest.raises(ValueError, match=refused):
+            AlgorithmConfig.model_validate(given)

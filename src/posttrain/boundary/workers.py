@@ -68,19 +68,37 @@ def end_with_parent() -> None:
     interpreter lock, such as `9**9**9**9`, would hold it too. Nor would the kernel's signal do (PR_SET_PDEATHSIG): it
     comes when the thread ends that started the worker, and not to what the worker has started.
     """
-    _adopt_orphans()
     pipe = int(os.environ.pop(PARENT_PIPE, "-1"))
-    if pipe < 0 or not hasattr(os, "fork"):
-        return
+    if pipe >= 0 and hasattr(os, "fork"):
+        _start_watcher(pipe)
+    _adopt_orphans()  # not earlier: the watcher would be adopted, too
+
+
+def _start_watcher(pipe: int) -> None:
+    """As no child of this process: code of others may wait for all children there are, `while os.wait()`. So whoever
+    starts it ends at once; it stays in our process group, and carries our token."""
     worker = os.getpid()
-    if os.fork():
+    starter = os.fork()
+    if starter:
         os.close(pipe)
+        if os.waitpid(starter, 0)[1]:
+            raise OSError("no watcher can be started beside this worker: os.fork failed")
         return
+    status = 1
+    try:
+        if os.fork():
+            status = 0
+        else:
+            _watch(pipe, worker)
+    finally:
+        os._exit(status)  # never further into the code of the worker
+
+
+def _watch(pipe: int, worker: int) -> None:
     for stream in (0, 1, 2):  # the worker's end must be seen when it dies
         os.close(stream)
     os.read(pipe, 1)
     kill_tree(worker, os.environ.get(TOKEN, ""))
-    os._exit(1)
 
 
 def _adopt_orphans() -> None:

@@ -49,7 +49,7 @@ def main() -> None:
 def plan(
     config: Path,
     overrides: Overrides = None,
-    gpu_gib: Annotated[float | None, typer.Option(min=1, help="Of each GPU; default the one here.")] = None,
+    gpu_gib: Annotated[float | None, typer.Option(min=1, max=1e6, help="Of each GPU; default the one here.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print what would be executed, and the memory it needs on each device. Reads the data, loads no model."""

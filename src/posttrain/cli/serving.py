@@ -11,6 +11,8 @@ import typer
 
 from posttrain.cli.terminal import Overrides, fail
 
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+
 
 def serve(
     model: Annotated[
@@ -19,7 +21,7 @@ def serve(
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option(help="The config whose limits and env.options hold.")] = None,
     host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
+    port: Port = 8001,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the clients' API key.")] = None,
     syntax: Annotated[str | None, typer.Option(help="How the model writes tool calls; default hermes.")] = None,
     record: Annotated[Path | None, typer.Option(help="A folder for all conversations, token by token.")] = None,
@@ -29,6 +31,7 @@ def serve(
 
     from posttrain.loops.serve import open_desk, served_target
     from posttrain.loops.serve import serve as answer_all
+    from posttrain.loops.target import check_place
     from posttrain.retrieval.command import token_of
 
     try:
@@ -36,6 +39,7 @@ def serve(
     except ValueError as error:
         fail(error)
     if record is not None:
+        check_place(record, "--record")
         record.mkdir(parents=True, exist_ok=True)
     target = served_target(model, overrides or (), config=config)
     desk = open_desk(target, syntax=syntax, folder=record)
@@ -47,7 +51,7 @@ def serve(
 def serve_search(
     index: Annotated[Path, typer.Argument(help="A folder made by `posttrain index`.")],
     host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    port: Port = 8000,
     top_k: Annotated[int, typer.Option(min=1, help="Passages per query, where the request does not say.")] = 3,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with a token that clients send.")] = None,
     settings: Annotated[
@@ -71,7 +75,7 @@ def serve_search(
 def serve_reward(
     model: Annotated[str, typer.Argument(help="A sequence classifier: directory or hub id.")],
     host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 5000,
+    port: Port = 5000,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with a token that clients send.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="device=cuda, max_tokens=8192 ...")] = None,
 ) -> None:
@@ -99,7 +103,7 @@ def serve_tools(
     config: Annotated[Path | None, typer.Option(help="A YAML file with the keys `tools` and `mcp`.")] = None,
     stdio: Annotated[bool, typer.Option("--stdio", help="Speak on standard input and output, as a child.")] = False,
     host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    port: Port = 8000,
     token_env: Annotated[str | None, typer.Option(help="The environment variable with the clients' token.")] = None,
     allow_host: Annotated[list[str] | None, typer.Option(help="Another name of this machine for clients.")] = None,
 ) -> None:

@@ -58,7 +58,7 @@ def launch_local(command: Sequence[str], count: int, samplers: Samplers = NO_SAM
 
     When one fails, the others are ended and it is named on stderr, with its last lines. An interrupt goes to rank 0,
     which ends the run in order; a second one ends everything at once. Samplers run beside them: one that is killed is
-    started again, one that fails ends all.
+    started again, one that fails ends all; so too after an interrupt, since the step in progress needs them.
     """
     with ExitStack() as held:
         requests, told = os.pipe()
@@ -66,28 +66,26 @@ def launch_local(command: Sequence[str], count: int, samplers: Samplers = NO_SAM
         os.set_blocking(requests, False)
         port = held.enter_context(free_port())
         calls = calls_at("127.0.0.1", held.enter_context(free_port())) if samplers.count else {}
-        ranks, kill_requests = list[Started](), KillRequests()
+        ranks = list[Started]()
         held.callback(lambda: end(ranks))
         for number in range(count):
             ranks.append(_start(command, _place(number, count, port) | calls, number > 0, told))
-        supervised = _Here(samplers, calls)
-        held.callback(supervised.end)
+        here = _Here(samplers, calls, ranks, requests)
+        held.callback(here.end)
         try:
             while (statuses := [rank.process.poll() for rank in ranks]) and None in statuses:
                 if any(statuses):
                     _await_failure_output(ranks)
                     break
-                _kill_requested(
-                    kill_requests.due(read_kill_requests(requests)), {"rank": ranks, "sampler": supervised.started}
-                )
-                if (status := supervised.look()) is not None:
+                if (status := here.look()) is not None:
                     return status
                 time.sleep(LOOK_SECONDS)
             return launch_status([rank.process.poll() or 0 for rank in ranks], lambda rank: ranks[rank].tail())
         except KeyboardInterrupt:
             with suppress(KeyboardInterrupt):
                 ranks[0].process.send_signal(signal.SIGINT)
-                _wait(ranks[:1], INTERRUPT_SECONDS)
+                here.look_until_ended(ranks[0], INTERRUPT_SECONDS)
+                _wait(ranks[:1], GRACE_SECONDS)  # it may be writing, and needs no sampler for that
                 _wait(ranks, FAILURE_OUTPUT_SECONDS)
             return 128 + signal.SIGINT
 
@@ -110,16 +108,27 @@ def _kill_requested(requests: Sequence[KillRequest], started: Mapping[str, Seque
 
 
 class _Here:
-    """The samplers of a launch on this machine."""
+    """The samplers of a launch on this machine. requests: the descriptor on which rank 0 asks for the end of a rank or
+    of a sampler."""
 
-    def __init__(self, samplers: Samplers, calls: dict[str, str]) -> None:
-        self._samplers, self._calls = samplers, calls
+    def __init__(self, samplers: Samplers, calls: dict[str, str], ranks: Sequence[Started], requests: int) -> None:
+        self._samplers, self._calls, self._ranks, self._requests = samplers, calls, ranks, requests
+        self._kill_requests = KillRequests()
         self.started: list[Started] = []
         self._supervisor = SamplerSupervisor(samplers, start=self._begin, tail=self._tail)
 
     def look(self) -> int | None:
-        """Starts again who was killed; the exit status of the run when it cannot go on."""
+        """Ends who is lost to rank 0, and starts again who was killed; the exit status of the run when it cannot go
+        on."""
+        due = self._kill_requests.due(read_kill_requests(self._requests))
+        _kill_requested(due, {"rank": self._ranks, "sampler": self.started})
         return self._supervisor.look([one.process.poll() for one in self.started])
+
+    def look_until_ended(self, rank: Started, seconds: float) -> None:
+        """Or until the samplers cannot go on."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and rank.process.poll() is None and self.look() is None:
+            time.sleep(LOOK_SECONDS)
 
     def end(self) -> None:
         end(self.started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,10 @@ class Job:
     samplers: int = 0
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.gpus < 0 or self.hours <= 0 or (self.ranks is not None and self.ranks < 1):
-            asked = f"nodes={self.nodes}, gpus={self.gpus}, ranks={self.ranks}, hours={self.hours}"
-            raise ValueError(f"a job needs nodes >= 1, gpus >= 0, ranks >= 1 and hours > 0; got {asked}")
+        counts = (self.nodes, self.ranks, self.cpus)
+        if any(count is not None and count < 1 for count in counts) or self.gpus < 0 or not 0 < self.hours < math.inf:
+            asked = f"nodes={self.nodes}, gpus={self.gpus}, ranks={self.ranks}, cpus={self.cpus}, hours={self.hours}"
+            raise ValueError(f"a job needs nodes, ranks and cpus >= 1, gpus >= 0 and hours > 0; got {asked}")
         if self.all_ranks < 1:
             raise ValueError(f"cluster.samplers is {self.samplers}, which leaves no GPU to a rank; ask for more nodes")
 

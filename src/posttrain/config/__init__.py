@@ -169,6 +169,7 @@ def plan_of(config: RLConfig, train_tasks: int) -> Plan:
         steps=config.run.steps,
         train_tasks=train_tasks,
         lr_at=lambda update: lr_at(config.optimizer, update, total),
+        warmup=config.optimizer.warmup_optimizer_steps,
         checkpoint_every=config.checkpoint.every,
         eval_every=config.eval.every if config.evaluates else None,
         eval_at_start=config.eval.at_start,

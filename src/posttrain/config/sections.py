@@ -31,7 +31,7 @@ class RunConfig(Section):
         default=None, description="the run directory; default runs/NAME"
     )
     seed: int = Field(default=0, ge=0, lt=2**63)
-    steps: PositiveInt = 100
+    steps: int = Field(default=100, gt=0, le=10**7)
     max_invalid_share: float = Field(
         default=0.5, ge=0, le=1, description="of a step's episodes; beyond it the run stops"
     )

@@ -126,7 +126,12 @@ def _name_text(row: Mapping[str, Any], columns: tuple[str, ...] | None, default:
     if value is MISSING or is_null(value):
         return default
     value = plain(value)
-    names = value if isinstance(value, list) else [value]
+    names = [_as_whole(item) for item in (value if isinstance(value, list) else [value])]
     if not all(isinstance(item, str | int) for item in names):
         raise FieldError(columns[0], "bad name", f"is {show(value)}", "a name is text or a whole number")
     return encodable(",".join(str(item) for item in names), columns[0], "bad name")
+
+
+def _as_whole(value: Any) -> Any:
+    """7.0 -> 7: a column of whole numbers with a gap in it is one of floats to pandas."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

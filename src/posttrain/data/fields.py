@@ -26,6 +26,7 @@ USUAL_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 # Supervised conversations end with the reply; an RL prompt is what comes before it.
 COLUMNS_ENDING_IN_A_REPLY = frozenset({"messages"})
+DEEPEST = 100  # levels of lists and objects in a row; what handles it later goes into each by a call
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 NO_ANSWER_FIX = "give at least one accepted answer, or set ground_truth_required: false when the env scores by itself"
 
@@ -44,19 +45,21 @@ def is_null(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def plain(value: Any) -> Any:
-    """The value in JSON's own types where possible, without null keys.
+def plain(value: Any, depth: int = 0) -> Any:
+    """The value in JSON's own types where possible, without null keys. FieldError for one that is nested too deeply.
 
     Columnar files give every row the union of all rows' keys, null where a row had none. Those keys would reach tools,
     templates and rewards; they are dropped at every depth. Nulls inside lists stay.
     """
+    if depth > DEEPEST:
+        raise FieldError("", "nested too deeply", f"has more than {DEEPEST} levels of lists and objects", "flatten it")
     if isinstance(value, Mapping):
-        items = ((str(key), plain(item)) for key, item in value.items())
+        items = ((str(key), plain(item, depth + 1)) for key, item in value.items())
         return {key: item for key, item in items if not is_null(item)}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item, depth + 1) for item in value]
     if hasattr(value, "tolist"):  # numpy arrays and scalars
-        return plain(value.tolist())
+        return plain(value.tolist(), depth + 1)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, decimal.Decimal):

@@ -165,7 +165,10 @@ def _selected(rows: Iterator[Row], config: SourceConfig, name: str) -> tuple[lis
     seen: dict[str, Counter[str]] = {column: Counter() for column in config.where}
     for row in rows:
         read += 1
-        values = {column: plain(lookup(row.values, column)) for column in config.where}
+        try:
+            values = {column: plain(lookup(row.values, column)) for column in config.where}
+        except FieldError as error:
+            raise DataError(f"source '{name}': where: {error.at(row.where)}") from error
         for column, value in values.items():
             seen[column]["(no such column)" if value is MISSING else show(value, 40)] += 1
         if all(_matches(values[column], wanted) for column, wanted in config.where.items()):

@@ -62,5 +62,8 @@ def summarize(problems: Sequence[Problem]) -> str:
 
 def show(value: object, width: int = 80) -> str:
     """A value as people see it in an error: type and shortened repr."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "nested too deeply"
     return f"{type(value).__name__} {text if len(text) <= width else text[: width - 1] + '…'}"

@@ -63,6 +63,8 @@ def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
 def _not_found(path: Path, pattern: str) -> str:
     if path.is_dir():
         return f"data path {pattern!r} is a folder; name files or write {pattern.rstrip('/')}/*.parquet"
+    if path.exists():
+        return f"data path {pattern!r} is no regular file (a pipe, or a device); rows are read from files"
     if GLOB_CHARACTERS & set(pattern):
         return f"no file matches {pattern!r} (looked at {path})"
     if not path.parent.is_dir():

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from posttrain.boundary.foreign_json import read_json
 from posttrain.config import ConfigError, EvalRunConfig
 from posttrain.data import load_tasks
 from posttrain.data.config import DataConfig, SourceConfig
@@ -40,6 +41,7 @@ from posttrain.task import Invalid, Task
 from posttrain.trajectory import Source, Trajectory
 
 TASKS_AT_ONCE = 128
+KEY = ("id", "sample", "model")  # of an answer: whose, which one, by whom
 BEGINNING = b'{"id": "'  # of an answer
 OTHER_FILES = (".parquet", ".json", ".csv", ".gz")  # whoever reads these would not find lines of JSON
 GENERATION_STEP = 0  # part of the seeds, as in an evaluation
@@ -203,8 +205,9 @@ def _read(out: Path, model: str) -> set[tuple[str, int]]:
     Bytes: what was cut may end within a character, and a text may hold what Python takes for the end of a line.
     Raises ConfigError, and leaves the file as it is, when anything else is in it.
     """
-    if out.is_dir() or out.suffix in OTHER_FILES:
-        seen = "a folder" if out.is_dir() else f"named {out.suffix}"
+    strange = out.exists() and not out.is_file()  # a pipe or a device, which may never end
+    if strange or out.suffix in OTHER_FILES:
+        seen = "a folder" if out.is_dir() else "no regular file" if strange else f"named {out.suffix}"
         raise ConfigError([f"--out is a file of JSON lines, such as answers.jsonl, and {out} is {seen}"])
     check_place(out.parent)
     if not out.exists():
@@ -212,14 +215,13 @@ def _read(out: Path, model: str) -> set[tuple[str, int]]:
     whole, newline, torn = out.read_bytes().rpartition(b"\n")
     done: set[tuple[str, int]] = set()
     for number, line in enumerate(whole.split(b"\n") if newline else (), start=1):
-        try:
-            answer = json.loads(line)
-            key, by = (answer["id"], answer["sample"]), answer["model"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise _no_answer(out, number) from error
+        key = _key_of(line)
+        if key is None:
+            raise _no_answer(out, number)
+        task, sample, by = key
         if by != model:
             raise ConfigError([f"{out} holds answers of {by}, and now {model} is asked; choose another --out"])
-        done.add(key)
+        done.add((task, sample))
     if torn:
         if not _is_cut(torn):
             raise _no_answer(out, len(whole.split(b"\n")) + 1 if newline else 1)
@@ -227,14 +229,29 @@ def _read(out: Path, model: str) -> set[tuple[str, int]]:
     return done
 
 
+def _key_of(line: bytes) -> tuple[str, int, str] | None:
+    """Task, sample and model of an answer; None where one of them is missing, or is not what `_Writer` writes."""
+    try:
+        answer = read_json(line)
+    except ValueError:
+        return None
+    if not isinstance(answer, dict):
+        return None
+    task, sample, model = (answer.get(name) for name in KEY)
+    if not (isinstance(task, str) and type(sample) is int and isinstance(model, str)):  # True is no number
+        return None
+    return task, sample, model
+
+
 def _is_cut(line: bytes) -> bool:
     """Whether it may be the beginning of an answer, or an answer without the end of its line."""
     try:
-        answer = json.loads(line)
+        read_json(line)
     except ValueError:
         return line.startswith(BEGINNING) or BEGINNING.startswith(line)
-    return isinstance(answer, dict) and {"id", "sample", "model"} <= answer.keys()
+    return _key_of(line) is not None
 
 
 def _no_answer(out: Path, number: int) -> ConfigError:
-    return ConfigError([f"{out}:{number} is no answer of posttrain generate; choose another --out"])
+    wanted = 'a JSON object with the text "id", the whole number "sample" and the text "model"'
+    return ConfigError([f"{out}:{number} is no answer of posttrain generate ({wanted}); choose another --out"])

@@ -7,7 +7,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,7 +161,7 @@ def find(place: Path, wanted: Wanted, *, model: str | None = None) -> Found:
         matching = sorted(scored, key=lambda entry: entry[2]["reward"], reverse=wanted.order == "best")
     renderer, note = _renderer(place, model)
     shown: list[Shown] = []
-    for file, number, row in islice(matching, wanted.most):
+    for file, number, row in matching[: wanted.most]:
         (trajectory,) = read_trajectories(file, [number])
         shown.append(Shown(step=row["step"], trajectory=trajectory, segments=_segments(trajectory, row, renderer)))
     return Found(
@@ -255,10 +254,19 @@ def _models_of(place: Path) -> list[str]:
     run = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
     if run is None:
         return []
-    said = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    own = [said["model"]["path"]] if isinstance(said, dict) and "path" in (said.get("model") or {}) else []
     checkpoints = checkpoints_in(run / "checkpoints") if (run / "checkpoints").is_dir() else []
-    return [*own, *(str(checkpoint.path) for checkpoint in checkpoints[-1:])]
+    return [*_model_in(run / "config.yaml"), *(str(checkpoint.path) for checkpoint in checkpoints[-1:])]
+
+
+def _model_in(config: Path) -> list[str]:
+    """Its model.path. None where it has none, or can no longer be read: what was saved can still be shown."""
+    try:
+        said = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError, RecursionError):  # ValueError: no text, or a date that there is not
+        return []
+    model = said.get("model") if isinstance(said, dict) else None
+    path = model.get("path") if isinstance(model, dict) else None
+    return [path] if isinstance(path, str) else []
 
 
 def _segments(trajectory: Trajectory, row: dict[str, Any], renderer: Renderer | None) -> tuple[tuple[str, str], ...]:

@@ -84,9 +84,13 @@ def served_target(named: str, overrides: Sequence[str] = (), *, config: Path | N
 def open_desk(target: Target, *, syntax: str | None = None, folder: Path | None = None) -> OpenDesk:
     """Loads the model. syntax: of tool calls; default the config's, else hermes."""
     config = target.config
-    renderer, policy = load_renderer(config), target.load_policy()
     options: dict[str, Any] = dict(config.env.options) if config.env.name == "external" else {"agent": print}
     options |= {"other_sampling": "exclude"} | ({} if syntax is None else {"syntax": syntax})
+    try:
+        agent = ExternalAgent(**options)
+    except ValueError as error:
+        raise ConfigError([f"{'env.options' if syntax is None else '--syntax'}: {error}"]) from error
+    renderer, policy = load_renderer(config), target.load_policy()
     context = getattr(policy.config, "max_position_embeddings", None) or MAX_TOKENS
     longest = min(config.limits.max_episode_tokens, context)
     bounds = {"max_episode_tokens": longest, "max_prompt_tokens": 1 << 30, "max_turns": None}
@@ -98,7 +102,7 @@ def open_desk(target: Target, *, syntax: str | None = None, folder: Path | None 
         limits=limits,
         params=SamplingParams(max_new_tokens=limits.max_turn_tokens),
     )
-    return OpenDesk(spec, ExternalAgent(**options), seed=config.run.seed, folder=folder)
+    return OpenDesk(spec, agent, seed=config.run.seed, folder=folder)
 
 
 def _no_env(task: Task) -> Any:

@@ -32,13 +32,14 @@ def build(
     if method == "bm25":
         if encoder is not None:
             raise ValueError("a BM25 index needs no encoder; say --method dense or hybrid")
-        _check_sections(given.get("bm25", {}), ("k1", "b", "unspaced"))
-        return build_index(corpus, out, **given.get("bm25", {}), **options)
+        return build_index(corpus, out, **_bm25_settings(given.get("bm25", {})), **options)
     if encoder is None:
         raise ValueError(f"method {method} needs an encoder: --encoder DIRECTORY or a name of the hub")
     opened = _with_models()
-    config = opened.EncoderConfig(model=encoder, **given.get("encoder", {}))
-    kept = opened.VectorOptions(**given.get("vectors", {}))
+    encoding, keeping = given.get("encoder", {}), given.get("vectors", {})
+    _check_sections(encoding, [key for key in opened.EncoderConfig.model_fields if key != "model"])  # --encoder is it
+    _check_sections(keeping, [*opened.VectorOptions.model_fields])
+    config, kept = opened.EncoderConfig(model=encoder, **encoding), opened.VectorOptions(**keeping)
     builder = opened.build_dense_index if method == "dense" else opened.build_hybrid_index
     return builder(corpus, out, config, kept, **options)
 
@@ -50,7 +51,10 @@ def open_for_serving(index: Path, settings: Sequence[str]) -> tuple[Retriever, d
     if manifest["method"] == "bm25" and not settings:
         return load_index(index), about
     config = importlib.import_module("posttrain.retrieval.config")
-    return config.make_retriever(config.RetrievalConfig(index=index, **nested(settings))), about
+    given = nested(settings)
+    if "index" in given:
+        raise ValueError(f"the index that is served is {index}; leave the setting 'index' out")
+    return config.make_retriever(config.RetrievalConfig(index=index, **given)), about
 
 
 def token_of(variable: str | None) -> str | None:
@@ -74,11 +78,37 @@ def nested(settings: Sequence[str]) -> dict[str, Any]:
         place = made
         for parent in parents:
             place = place.setdefault(parent, {})
-        place[last] = yaml.safe_load(value)
+            if not isinstance(place, dict):
+                raise ValueError(f"{setting!r}: another setting makes {parent} a {type(place).__name__}")
+        try:
+            place[last] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
+            raise ValueError(f"the value of {setting!r} is no YAML: {' '.join(str(error).split())}") from error
     return made
 
 
-def _check_sections(given: dict[str, Any], known: Sequence[str]) -> None:
+def _bm25_settings(given: Any) -> dict[str, Any]:
+    _check_sections(given, ("k1", "b", "unspaced"))
+    settings = {key: _number(value) for key, value in given.items()}
+    for key, value in settings.items():
+        wanted = (bool, type(None)) if key == "unspaced" else (int, float)
+        if not isinstance(value, wanted) or (key != "unspaced" and isinstance(value, bool)):
+            what = "true, false or null" if key == "unspaced" else "a number"
+            raise ValueError(f"bm25.{key} is {what}, got {given[key]!r}")
+    return settings
+
+
+def _number(value: Any) -> Any:
+    """1e-1 and inf, which are text to YAML, as the numbers they are; anything else unchanged."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _check_sections(given: Any, known: Sequence[str]) -> None:
+    if not isinstance(given, dict):
+        raise ValueError(f"expected settings such as {known[0]}=..., got {given!r}")
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ValueError(f"unknown setting {unknown[0]!r} here; known: {', '.join(known)}")

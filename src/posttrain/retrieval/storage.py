@@ -55,9 +55,14 @@ def verify_files(folder: Path, manifest: dict[str, Any], *, check_hashes: bool) 
 
 
 def refuse_to_replace(out: Path, *, overwrite: bool) -> None:
-    """Raises FileExistsError when `out` is there and must stay."""
+    """Raises FileExistsError when `out` is there and must stay, or a file is where its folder would be."""
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise FileExistsError(f"{out} cannot be written: {above} is no folder; choose another place")
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} exists already; choose another folder, or overwrite it (--overwrite)")
+    if out.is_file():
+        raise FileExistsError(f"{out} is a file, and an index is a folder, so it is not overwritten")
     if out.exists() and any(out.iterdir()) and not (out / MANIFEST).is_file():
         raise FileExistsError(f"{out} is not an index (it has no {MANIFEST}), so it is not overwritten")
 

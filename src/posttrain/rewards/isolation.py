@@ -12,6 +12,7 @@ from typing import Any
 from posttrain.boundary.pipes import receive, send
 from posttrain.boundary.processes import kill_tree
 from posttrain.boundary.workers import WorkerProcess
+from posttrain.deadline import timer
 from posttrain.rewards.functions import FunctionSpec, RewardError
 from posttrain.task import Invalid, Outcome, Task
 from posttrain.trajectory import Episode
@@ -57,9 +58,7 @@ class Worker:
 
     def _exchange(self, message: Any, seconds: float) -> tuple[str, Any]:
         expired, process = threading.Event(), self._worker.process
-        timer = threading.Timer(seconds, lambda: (expired.set(), kill_tree(process.pid, self._worker.token)))
-        timer.daemon = True
-        timer.start()
+        killer = timer(seconds, lambda: (expired.set(), kill_tree(process.pid, self._worker.token)))
         try:
             send(self._worker.requests, message)
             return receive(self._worker.replies)
@@ -68,8 +67,8 @@ class Worker:
             self.kill()
             raise WorkerDied(expired.is_set(), process.returncode) from None
         finally:
-            timer.cancel()
-            timer.join()
+            killer.cancel()
+            killer.join()
             if expired.is_set():  # the answer may have come while it was being ended: no other call may meet that
                 self.kill()
 

@@ -19,7 +19,7 @@ from pydantic import (
 from posttrain.algorithms import ADVANTAGES, AGGREGATES, CHOICES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 from posttrain.algorithms.shaping import Normalisation
 from posttrain.runs.config_file import Section, key_error
-from posttrain.runs.plugins import options_for, resolve
+from posttrain.runs.plugins import check_positional, options_for, resolve
 
 
 class ShapingConfig(Section):
@@ -108,8 +108,9 @@ class AlgorithmConfig(Section):
     @field_validator("advantage", "loss", "aggregate", "kl_estimator", "kl_gradient", "correction")
     @classmethod
     def _known(cls, name: str | None, info: ValidationInfo) -> str | None:
+        key = str(info.field_name)
         if name is not None:
-            resolve(_TABLES[str(info.field_name)], name, str(info.field_name))
+            check_positional(resolve(_TABLES[key], name, key), _GIVEN[key], f"{key} {name}")
         return name
 
     @property
@@ -166,5 +167,13 @@ _TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "kl_estimator": KL_ESTIMATORS,
     "kl_gradient": KL_ESTIMATORS,
     "correction": CORRECTIONS,
+}
+_GIVEN: dict[str, tuple[str, ...]] = {  # what each function is called with; options follow by name
+    "advantage": ("rewards", "mask", "episode_index", "group_index"),
+    "loss": ("logprobs", "old_logprobs", "advantages", "mask", "segment_ids"),
+    "aggregate": ("mask", "episode_index"),
+    "kl_estimator": ("logprobs", "ref_logprobs", "mask"),
+    "kl_gradient": ("logprobs", "ref_logprobs", "mask"),
+    "correction": ("old_logprobs", "rollout_logprobs", "mask", "episode_index"),
 }
 _OPTION_KEYS = ("clip_low", "clip_high", "clip_dual", "gamma", "lam", "std", "length")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from posttrain.boundary.foreign_json import read_json
 from posttrain.runs.durable import remove_tree, sweep, sync_file, sync_tree
 
 FORMAT = 1
@@ -175,12 +176,12 @@ def best_of(checkpoints: list[Checkpoint], keep_best: KeepBest | None) -> Checkp
 def _load(path: Path) -> Checkpoint:
     manifest = path / MANIFEST
     try:
-        record = json.loads(manifest.read_text(encoding="utf-8"))
+        record = read_json(manifest.read_bytes())
         files = {name: (int(size), str(digest)) for name, (size, digest) in record["files"].items()}
         checkpoint = Checkpoint(path, int(record["step"]), record["metric"], files)
     except FileNotFoundError:
         raise _broken(manifest, "is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise _broken(manifest, f"cannot be read ({type(error).__name__}: {error})") from error
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{manifest} has format {record.get('format')!r}; this version reads format {FORMAT}")

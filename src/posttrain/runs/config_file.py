@@ -55,10 +55,14 @@ def load_config(model: type[ModelT], path: Path | str, overrides: Sequence[str] 
     ConfigError with every problem found.
     """
     source = _read(Path(path))
-    config = source.parse()
-    for override in overrides:
-        _apply(config, override, source)
-    return _validate(model, _resolved(config, source), source)
+    try:
+        config = source.parse()
+        for override in overrides:
+            _apply(config, override, source)
+        return _validate(model, _resolved(config, source), source)
+    except RecursionError:
+        seen = "lists or mappings are nested too deeply, in the file or in what was set beside it"
+        raise ConfigError([f"{path}: {seen}"]) from None
 
 
 def parse_config(model: type[ModelT], data: Mapping[str, Any]) -> ModelT:

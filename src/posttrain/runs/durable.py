@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _FULL = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR)  # also of ports and processes: then no file is named
 
 
@@ -56,6 +57,10 @@ def sweep(folder: Path, prefixes: tuple[str, ...]) -> None:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
+class LogError(ValueError):
+    """A log holds something else than its rows."""
+
+
 class JsonLog:
     """A file of JSON lines, each a mapping with an integer "step", never decreasing.
 
@@ -92,7 +97,7 @@ class JsonLog:
             for number, line in enumerate(lines, start=1):
                 row = _row(line)
                 if row is None and lines.readline():
-                    raise ValueError(f"{self.path}:{number} is not a row of this log; mend or delete the line")
+                    raise LogError(f"{self.path}:{number} is not a row of this log; mend or delete the line")
                 if row is None or (step is not None and row["step"] > step):
                     break
                 size += len(line)
@@ -113,7 +118,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
@@ -129,9 +134,12 @@ def _finite(value: Any) -> Any:
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """What to do about a disk that is full or may not be written to, which is nobody's bug; None = another error."""
+    """What to do about a disk that is full or may not be written to, or a name that no file can have, which are
+    nobody's bugs; None = another error."""
     if not isinstance(error, OSError):
         return None
+    if error.errno in _NO_NAME:
+        return f"{error}; choose another name"
     if error.errno not in _FULL and (error.errno not in _CLOSED or error.filename is None):
         return None
     return f"{error}; choose another place, or mend its permissions or the room on its disk"

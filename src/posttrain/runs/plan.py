@@ -98,9 +98,10 @@ class Plan:
         return "".join(f"{name:<18} {value}\n" for name, value in rows)
 
 
-def is_due(step: int, every: int, steps: int) -> bool:
-    """Whether something that happens each `every` steps, and always after the last one, happens after `step` >= 1."""
-    return step >= 1 and (step == steps or (every > 0 and step % every == 0))
+def _due(every: int, steps: int) -> tuple[int, ...]:
+    """After which of the steps 1 to `steps` something happens: each `every` of them (0: none), and always the last."""
+    regular = range(every, steps, every) if every > 0 else ()
+    return (*regular, steps)
 
 
 def make_plan(
@@ -109,20 +110,21 @@ def make_plan(
     steps: int,
     train_tasks: int,
     lr_at: Callable[[int], float],
+    warmup: int = 0,
     checkpoint_every: int,
     eval_every: int | None,
     eval_at_start: bool = True,
 ) -> Plan:
-    """lr_at: learning rate of an optimizer step, numbered from 0. eval_every: None = never, 0 = only after the last.
+    """lr_at: learning rate of an optimizer step, numbered from 0, which rises up to step `warmup` and falls from there.
+    eval_every: None = never, 0 = only after the last.
 
     Raises ValueError when there is nothing to train on.
     """
     if train_tasks < 1:
         raise ValueError("the training data holds no task; see data.files and data.filters")
     optimizer_steps = steps * batch.optimizer_steps_per_step
-    rates = [lr_at(update) for update in range(optimizer_steps)]
-    due = range(1, steps + 1)
-    evals = [] if eval_every is None else [step for step in due if is_due(step, eval_every, steps)]
+    last = optimizer_steps - 1
+    evals = () if eval_every is None else _due(eval_every, steps)
     return Plan(
         steps=steps,
         prompts_per_step=batch.prompts_per_step,
@@ -135,11 +137,11 @@ def make_plan(
         episodes=steps * batch.episodes_per_step,
         train_tasks=train_tasks,
         data_epochs=steps * batch.prompts_per_step / train_tasks,
-        lr_first=rates[0],
-        lr_peak=max(rates),
-        lr_last=rates[-1],
-        checkpoint_steps=tuple(step for step in due if is_due(step, checkpoint_every, steps)),
-        eval_steps=((0,) if evals and eval_at_start else ()) + tuple(evals),
+        lr_first=lr_at(0),
+        lr_peak=max(lr_at(update) for update in (0, warmup - 1, warmup, last) if 0 <= update <= last),
+        lr_last=lr_at(last),
+        checkpoint_steps=_due(checkpoint_every, steps),
+        eval_steps=((0,) if evals and eval_at_start else ()) + evals,
     )
 
 

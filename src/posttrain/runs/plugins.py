@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from posttrain.location import LocationError, is_location, locate
 from posttrain.runs.config_file import ConfigError, unknown_name
 
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 RowT = TypeVar("RowT")
 
 
@@ -25,6 +26,21 @@ def resolve(table: Mapping[str, RowT], name: str, what: str = "name") -> RowT:
         return locate(name)
     except LocationError as error:
         raise ConfigError([f"{what} {name!r}: {error}"]) from error
+
+
+def check_positional(function: Any, given: Sequence[str], what: str) -> None:
+    """Raises ConfigError unless it is a function that can be called with so many values by position."""
+    if not callable(function):
+        raise ConfigError([f"{what} is no function but a {type(function).__name__}"])
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return  # of C: nothing is known of it
+    places = [parameter for parameter in parameters if parameter.kind in _BY_PLACE]
+    free = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    if len(places) < len(given) and not free:
+        asked = f"({', '.join(given)}) and options by name"
+        raise ConfigError([f"{what} is called with {asked}; it takes {inspect.signature(function)}"])
 
 
 def options_for(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 _Count: Any = PositiveInt
-_Amount: Any = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Amount: Any = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 _SERVER: dict[str, Any] = {"concurrency": _Count, "timeout_seconds": _Amount}
 OPTIONS: dict[str, Mapping[str, Any] | None] = {  # name -> type; None: the engine itself knows them
     "native": {"max_batch": _Count, "tokens_per_step": _Count | None, "kv_gib": _Amount | None},

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.deadline import in_thread
+from posttrain.deadline import in_thread, timer
 from posttrain.sandbox.scratch import remove
 
 Isolation = Literal["namespaces", "landlock", "none"]
@@ -244,9 +243,7 @@ class _Launcher:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None, "opened with a pipe"
         assert stdout is not None, "opened with a pipe"
-        timer = threading.Timer(seconds, self.kill)
-        timer.daemon = True
-        timer.start()
+        killer = timer(seconds, self.kill)
         try:
             stdin.write(json.dumps(message).encode() + b"\n")
             stdin.flush()
@@ -254,7 +251,7 @@ class _Launcher:
         except (OSError, ValueError):
             line = b""
         finally:
-            timer.cancel()
+            killer.cancel()
         if not line.endswith(b"\n"):
             self.kill()
             raise SandboxError(f"the sandbox gave no answer within {seconds:g} s, or was killed")

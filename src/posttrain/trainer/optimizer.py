@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 
 from posttrain.trainer.sharding import like, norm, of_own_part, own_part, whole
@@ -28,13 +28,20 @@ class OptimizerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="each >= 0 and < 1")
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0, description="not applied to norms and biases")
     warmup_optimizer_steps: int = Field(default=0, ge=0, description="linear from lr / warmup to lr")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="end of linear and cosine, as a share of lr")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="global norm; None = no clipping")
+
+    @field_validator("betas")
+    @classmethod
+    def _decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"both must be >= 0 and < 1, got {betas}")
+        return betas
 
 
 @dataclass(frozen=True, slots=True)
