@@ -16,10 +16,11 @@ from posttrain.algorithms import ADVANTAGES, AGGREGATES, CORRECTIONS, GROUP_ADVA
 from posttrain.config import ConfigError
 from posttrain.loops import rl
 from posttrain.loops.collect import Credit, attach_outcome, collect, usable
-from posttrain.loops.credit import assign_credit, mini_batches
+from posttrain.loops.credit import assign_credit, by_micro_batch, mini_batches
 from posttrain.loops.fill import fill_step
 from posttrain.loops.learner import Models
 from posttrain.loops.update import update
+from posttrain.packing import Batch, pack
 from posttrain.task import Invalid, Score
 from posttrain.trainer.ranks import ALONE
 from posttrain.trajectory import Source, Trajectory
@@ -370,6 +371,29 @@ def test_any_advantage_can_be_whitened(begun):
     batch = assign_credit(trajectories, run.learner)
     found = batch.advantages[batch.loss_mask]
     assert (float(found.mean()), float(found.std())) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-5))
+
+
+def test_micro_batches_are_on_the_device_before_the_first_is_computed(begun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the copy of the second one would wait until the first has been computed."""
+    run, trajectories = begun(limits={"max_episode_tokens": 64}, batch={"tokens_per_micro_batch": 64})
+    events: list[str] = []
+    move = Batch.to
+
+    def to(batch: Batch, device: torch.device) -> Batch:
+        events.append("moved")
+        return move(batch, device)
+
+    def forward(part: Batch) -> torch.Tensor:
+        events.append("computed")
+        return part.token_ids.float()
+
+    monkeypatch.setattr(Batch, "to", to)
+    batch = pack(trajectories)
+    found = by_micro_batch(forward, batch, run.learner)
+    count = events.count("computed")
+    assert count > 1
+    assert events == ["moved"] * count + ["computed"] * count
+    assert torch.equal(found, batch.token_ids.float())
 
 
 @pytest.mark.filterwarnings("ignore")  # of what the compiler imports

@@ -16,7 +16,7 @@ from torch import Tensor
 from posttrain.algorithms import VALUE_TARGETS
 from posttrain.algorithms.kl import in_reward
 from posttrain.algorithms.returns import gae_returns, whitened
-from posttrain.loops.data_parallel import bins_for, forward_together
+from posttrain.loops.data_parallel import bins_for, forward_together, on_device
 from posttrain.loops.learner import Learner
 from posttrain.loops.shape import leave_out, shape_rewards, truncated_tokens
 from posttrain.packing import Batch, pack, select
@@ -110,7 +110,7 @@ def by_micro_batch(forward: Callable[[Batch], Tensor], batch: Batch, learner: Le
     if learner.ranks.size > 1:
         return forward_together(forward, batch, bins, learner)
     out = torch.zeros(len(batch))
-    found = [forward(select(batch, segments)) for segments in bins]
+    found = [forward(part) for part in on_device(batch, bins, learner)]
     for segments, values in zip(bins, found, strict=True):  # only now, for it waits for a GPU
         out[batch.tokens_of(segments)] = values.float().cpu()
     return out

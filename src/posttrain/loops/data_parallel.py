@@ -38,6 +38,11 @@ def dealt(tokens: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(hand) for hand in hands]
 
 
+def on_device(batch: Batch, bins: Sequence[Sequence[int]], learner: Learner) -> list[Batch]:
+    """The segments of each bin, all of them there before any is computed: a copy waits for what a GPU is at."""
+    return [select(batch, segments).to(learner.policy.device) for segments in bins]
+
+
 @torch.no_grad()
 def forward_together(
     forward: Callable[[Batch], Tensor], batch: Batch, bins: Sequence[Sequence[int]], learner: Learner
@@ -46,7 +51,7 @@ def forward_together(
     ranks, out = learner.ranks, torch.zeros(len(batch))
     hands = dealt([sum(batch.lengths[s] for s in segments) for segments in bins], learner.data_parallel_size)
     mine = [bins[index] for index in hands[learner.data_parallel_rank]]
-    found = [forward(select(batch, segments)) for segments in mine]
+    found = [forward(part) for part in on_device(batch, mine, learner)]
     for _ in range(_idle(hands, learner.data_parallel_rank)):
         forward(_shortest(batch))
     for segments, values in zip(mine, found, strict=True):  # only now, for it waits for a GPU

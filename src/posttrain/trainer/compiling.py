@@ -16,6 +16,7 @@ from torch.fx.experimental import _config as symbols
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.trainer import attention
+from posttrain.trainer.norms import with_own_forward
 
 KINDS = 64  # compilations of one class of layers; torch's own limit is 8, and kinds that come later are not compiled
 
@@ -30,6 +31,7 @@ def compile_layers(module: nn.Module, backend: Any = "inductor") -> None:
     attention.attend_untraced = torch.compiler.disable(attention.attend_untraced)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
+            with_own_forward(layer)  # torch 2.11 cannot trace the norms for CPUs
             compiled = torch.compile(layer._call_impl, dynamic=True, backend=backend)
             layer._compiled_call_impl = _with_settings(compiled)
 

@@ -49,9 +49,12 @@ def quicken_norms(module: nn.Module) -> int:
     return sum(_quicken(part) for part in module.modules() if type(part).__name__.endswith("RMSNorm"))
 
 
-def with_own_forward(norm: nn.Module) -> None:
-    """Undoes `quicken_norms` for one that is given DTensors, which these passes over memory do not know."""
-    vars(norm).pop("forward", None)
+def with_own_forward(module: nn.Module) -> None:
+    """Undoes `quicken_norms` in a module, or for a norm: where it is given DTensors, which these passes over memory do
+    not know, and where a compiler joins them to what stands beside them."""
+    for norm in module.modules():
+        if vars(norm).pop("posttrain_rms", None) is not None:
+            del norm.forward
 
 
 @torch.no_grad()
