@@ -271,7 +271,8 @@ class ModelSamplerContract(SamplerContract):
         assert after.turns[0][1].versions == [version + 1] * 6
         assert model.sampler.version == model.policy.version == version + 1
         assert gap(model.policy, [after]) < model.tolerance
-        assert gap(model.policy, [before]) > 3 * model.tolerance, "the update changed nothing: the case is badly made"
+        plain = (3 if torch.cuda.is_available() else 10) * model.tolerance
+        assert gap(model.policy, [before]) > plain, "the update changed nothing: the case is badly made"
 
     def test_prompts_that_cannot_be_served_are_refused_and_harm_nobody(self, model: ModelCase) -> None:
         params = SamplingParams(max_new_tokens=2)

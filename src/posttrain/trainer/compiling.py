@@ -45,7 +45,7 @@ def _with_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         symbols.use_duck_shape = False  # lengths that happen to be equal in one batch may differ in the next one
-        torch._dynamo.config.recompile_limit = KINDS
+        torch._dynamo.config.recompile_limit = max(KINDS, torch._dynamo.config.recompile_limit)
         return compiled(*args, **kwargs)
 
     return call
