@@ -16,7 +16,8 @@ from posttrain.algorithms import ADVANTAGES, AGGREGATES, CORRECTIONS, GROUP_ADVA
 from posttrain.config import ConfigError
 from posttrain.loops import rl
 from posttrain.loops.collect import Credit, attach_outcome, collect, usable
-from posttrain.loops.credit import assign_credit, by_micro_batch, mini_batches
+from posttrain.loops.credit import assign_credit, mini_batches
+from posttrain.loops.data_parallel import forward_together
 from posttrain.loops.fill import fill_step
 from posttrain.loops.learner import Models
 from posttrain.loops.update import update
@@ -389,7 +390,7 @@ def test_micro_batches_are_on_the_device_before_the_first_is_computed(begun, mon
 
     monkeypatch.setattr(Batch, "to", to)
     batch = pack(trajectories)
-    found = by_micro_batch(forward, batch, run.learner)
+    found = forward_together(forward, batch, run.learner)
     count = events.count("computed")
     assert count > 1
     assert events == ["moved"] * count + ["computed"] * count

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -25,16 +27,47 @@ from posttrain.trainer.policy import Policy, base_below
 
 from .models import SMALL, tiny_policy
 from .test_prefix import E, W, grouped
-from .test_prefix_varlen import BATCHES, WrittenOut, in_a_thread
+from .test_prefix_varlen import BATCHES, plain_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what the compiler does
 Forward = Callable[[Batch], Tensor]
+T = TypeVar("T")
 RAGGED = [
     *BATCHES.values(),
     [(9, [[(7, W)] * 2] * 3)] * 4,
     [(30, [[(5, W)]] * 8)],
     [(2, [[(3, W), (2, E), (1, W)]] * 3)],
 ]
+
+
+def in_a_thread(work: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+class WrittenOut:
+    """Stands for the package of FlashAttention 4, which needs a GPU."""
+
+    @staticmethod
+    def _flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        return attended(q, k, v, how), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, **how: Any
+    ) -> tuple[Tensor, ...]:
+        def gradients() -> tuple[Tensor, ...]:
+            qkv = tuple(x.detach().requires_grad_() for x in (q, k, v))
+            return torch.autograd.grad(attended(*qkv, how), qkv, grad)
+
+        return in_a_thread(gradients)  # in that of an operator nothing is recorded
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+    assert how["causal"]
+    ends = how["cu_seqlens_q"], how["cu_seqlens_k"]
+    longest = how["max_seqlen_q"], how["max_seqlen_k"]
+    return plain_attention((q, k, v), ends, longest, scaling=how["softmax_scale"], window=None, version=4)
 
 
 @pytest.fixture
@@ -65,6 +98,36 @@ def computing() -> dict[str, tuple[nn.Module, Forward]]:
     critic = Critic(decoder, nn.Linear(SMALL["hidden_size"], 1))
     policies = {"whole": whole, "frozen": frozen, "recomputed": recomputed, "adapted": adapted, "below adapters": base}
     return {name: (p.module, p.logprobs) for name, p in policies.items()} | {"critic": (critic.module, critic.values)}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_all_layers_and_lengths_share_a_compilation(name: str, as_on_a_gpu: Callable[[], None]) -> None:
+    """The first batch has as many rows as tokens. Each is in a thread of its own, as some settings of compilers are."""
+    counter = CompileCounterWithBackend("aot_eager")
+    policy, plain = tiny_policy(name), tiny_policy(name)
+    as_on_a_gpu()
+    compile_layers(policy.module, counter)
+    groups = [
+        BATCHES["nothing shared"],
+        *BATCHES.values(),
+        [(9, [[(1, W)]])],
+        [(9, [[(7, W)] * 2] * 3)] * 4,
+        [(30, [[(5, W)]] * 8)],
+    ]
+    counts, gaps = [], []
+
+    def learn(batch: Batch) -> None:
+        for one in (policy, plain):
+            one.module.zero_grad()
+            one.logprobs(batch).sum().backward()
+        pairs = zip(policy.module.parameters(), plain.module.parameters(), strict=True)
+        gaps.append(max(float((a.grad - b.grad).abs().max()) for a, b in pairs))  # type: ignore[operator]
+        counts.append(counter.frame_count)
+
+    for batch in map(grouped, groups):
+        in_a_thread(partial(learn, batch))
+    assert counts == counts[:1] * len(groups)
+    assert max(gaps) < 1e-4
 
 
 def test_ragged_batches_share_compilations(as_on_a_gpu: Callable[[], None]) -> None:

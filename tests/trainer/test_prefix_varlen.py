@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, TypeVar
-
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from posttrain.packing import Batch, families_of, select
-from posttrain.trainer import flash_attention, prefix_varlen
 from posttrain.trainer import policy as policy_module
-from posttrain.trainer.compiling import compile_layers
+from posttrain.trainer import prefix_varlen
 from posttrain.trainer.prefix_varlen import varlen_layout
 
 from .models import tiny_policy
 from .test_prefix import E, W, grouped
 
 CPU = torch.device("cpu")
-T = TypeVar("T")
 
 
 def plain_attention(
@@ -109,70 +101,3 @@ def test_rows_that_nobody_shares_are_the_tokens(tokens: int) -> None:
     (grad,) = torch.autograd.grad(layout.rows_to_tokens(rows * 2).sum(), rows)
     assert torch.equal(grad, torch.full_like(rows, 2))
     assert layout.shared_rows.shape == (2,), "compilers take 0 and 1 for special"
-
-
-def in_a_thread(work: Callable[[], T]) -> T:
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work).result()
-
-
-class WrittenOut:
-    """Stands for the package of FlashAttention 4, which needs a GPU."""
-
-    @staticmethod
-    def _flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-        return attended(q, k, v, how), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
-
-    @staticmethod
-    def _flash_attn_bwd(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, **how: Any
-    ) -> tuple[Tensor, ...]:
-        def gradients() -> tuple[Tensor, ...]:
-            qkv = tuple(x.detach().requires_grad_() for x in (q, k, v))
-            return torch.autograd.grad(attended(*qkv, how), qkv, grad)
-
-        return in_a_thread(gradients)  # in that of an operator nothing is recorded
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
-    assert how["causal"]
-    ends = how["cu_seqlens_q"], how["cu_seqlens_k"]
-    longest = how["max_seqlen_q"], how["max_seqlen_k"]
-    return plain_attention((q, k, v), ends, longest, scaling=how["softmax_scale"], window=None, version=4)
-
-
-@pytest.mark.filterwarnings("ignore")  # of what the compiler does
-@pytest.mark.parametrize("name", ["qwen2", "llama"])
-def test_all_layers_and_lengths_share_a_compilation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first batch has as many rows as tokens. Each is in a thread of its own, as some settings of compilers are."""
-    counter = CompileCounterWithBackend("aot_eager")
-    for of_cpus in ("quicken_norms", "prepare_last_layer"):
-        monkeypatch.setattr(policy_module, of_cpus, lambda _: None)
-    policy, plain = tiny_policy(name), tiny_policy(name)
-    monkeypatch.setattr(policy_module, "use_shared", lambda *_: False)
-    monkeypatch.setattr(policy_module, "use_varlen", lambda *_: True)
-    monkeypatch.setattr(policy_module, "version_on", lambda _: 4)
-    monkeypatch.setattr(flash_attention, "HEADS_OF_FOUR", (policy.module.config.head_dim,))
-    monkeypatch.setattr(flash_attention, "_four", lambda: WrittenOut)
-    compile_layers(policy.module, counter)
-    groups = [
-        BATCHES["nothing shared"],
-        *BATCHES.values(),
-        [(9, [[(1, W)]])],
-        [(9, [[(7, W)] * 2] * 3)] * 4,
-        [(30, [[(5, W)]] * 8)],
-    ]
-    counts, gaps = [], []
-
-    def learn(batch: Batch) -> None:
-        for one in (policy, plain):
-            one.module.zero_grad()
-            one.logprobs(batch).sum().backward()
-        pairs = zip(policy.module.parameters(), plain.module.parameters(), strict=True)
-        gaps.append(max(float((a.grad - b.grad).abs().max()) for a, b in pairs))  # type: ignore[operator]
-        counts.append(counter.frame_count)
-
-    for batch in map(grouped, groups):
-        in_a_thread(partial(learn, batch))
-    assert counts == counts[:1] * len(groups)
-    assert max(gaps) < 1e-4

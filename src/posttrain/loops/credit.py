@@ -7,8 +7,9 @@ changes no gradient.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from posttrain.algorithms import VALUE_TARGETS
 from posttrain.algorithms.kl import in_reward
 from posttrain.algorithms.returns import gae_returns, whitened
-from posttrain.loops.data_parallel import bins_for, forward_together, on_device
+from posttrain.loops.data_parallel import forward_together
 from posttrain.loops.learner import Learner
 from posttrain.loops.shape import leave_out, shape_rewards, truncated_tokens
 from posttrain.packing import Batch, pack, select
@@ -56,7 +57,7 @@ def credited(packed: PackedStep, learner: Learner) -> Batch:
         batch.streams["reward_kl"] = kl
         batch.rewards = in_reward(batch.rewards, kl, batch.loss_mask, kl_coef=learner.kl_coef)
     if learner.critic is not None:
-        batch.streams["values"] = by_micro_batch(learner.critic.values, batch, learner)
+        batch.streams["values"] = forward_together(learner.critic.values, batch, learner)
     where = (batch.rewards, batch.loss_mask, batch.episode_index, batch.group_index)
     known = {"old_logprobs": batch.old_logprobs, **batch.streams}
     advantages = algorithm.functions["advantage"](*where, **algorithm.options_with("advantage", known))
@@ -80,15 +81,15 @@ def old_logprobs(batch: Batch, learner: Learner) -> Tensor:
     bypass = learner.config.algorithm.old_logprobs == "sampler"
     if bypass or (learner.sampler_shares_weights and fresh):
         return torch.where(batch.loss_mask, batch.rollout_logprobs, 0.0)
-    return by_micro_batch(lambda part: policy.logprobs(part, learner.temperature), batch, learner)
+    return forward_together(partial(policy.logprobs, temperature=learner.temperature), batch, learner)
 
 
 def kl_to_ref(batch: Batch, learner: Learner) -> Tensor:
     """[T] KL of the frozen policy from the reference at policy tokens; keeps the reference's log-probs as a stream."""
     assert learner.ref is not None
     assert batch.old_logprobs is not None
-    ref = learner.ref
-    batch.streams["ref_logprobs"] = by_micro_batch(lambda part: ref.logprobs(part, learner.temperature), batch, learner)
+    ref_logprobs = partial(learner.ref.logprobs, temperature=learner.temperature)
+    batch.streams["ref_logprobs"] = forward_together(ref_logprobs, batch, learner)
     return learner.kl(batch.old_logprobs, batch.streams["ref_logprobs"], batch.loss_mask).detach()
 
 
@@ -101,19 +102,6 @@ def kl_of_some(batch: Batch, learner: Learner) -> tuple[float, int] | None:
     some = select(batch, [group_of.index(group) for group in dict.fromkeys(group_of)])
     kl, count = kl_to_ref(some, learner), int(some.loss_mask.sum())
     return (float(kl[some.loss_mask].double().mean()), count) if count else None
-
-
-@torch.no_grad()
-def by_micro_batch(forward: Callable[[Batch], Tensor], batch: Batch, learner: Learner) -> Tensor:
-    """[T] of a forward without gradients, computed a micro-batch at a time and put back in the batch's order."""
-    bins = bins_for(batch, learner)
-    if learner.ranks.size > 1:
-        return forward_together(forward, batch, bins, learner)
-    out = torch.zeros(len(batch))
-    found = [forward(part) for part in on_device(batch, bins, learner)]
-    for segments, values in zip(bins, found, strict=True):  # only now, for it waits for a GPU
-        out[batch.tokens_of(segments)] = values.float().cpu()
-    return out
 
 
 def mini_batches(batch: Batch, learner: Learner, *, seed: str) -> list[Batch]:

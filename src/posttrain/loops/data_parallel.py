@@ -38,20 +38,15 @@ def dealt(tokens: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(hand) for hand in hands]
 
 
-def on_device(batch: Batch, bins: Sequence[Sequence[int]], learner: Learner) -> list[Batch]:
-    """The segments of each bin, all of them there before any is computed: a copy waits for what a GPU is at."""
-    return [select(batch, segments).to(learner.policy.device) for segments in bins]
-
-
 @torch.no_grad()
-def forward_together(
-    forward: Callable[[Batch], Tensor], batch: Batch, bins: Sequence[Sequence[int]], learner: Learner
-) -> Tensor:
-    """[T] of a forward without gradients, a bin at a time, in the batch's order and on every rank."""
+def forward_together(forward: Callable[[Batch], Tensor], batch: Batch, learner: Learner) -> Tensor:
+    """[T] of a forward without gradients, a micro-batch at a time, in the batch's order and on every rank."""
+    bins = bins_for(batch, learner)
     ranks, out = learner.ranks, torch.zeros(len(batch))
     hands = dealt([sum(batch.lengths[s] for s in segments) for segments in bins], learner.data_parallel_size)
     mine = [bins[index] for index in hands[learner.data_parallel_rank]]
-    found = [forward(part) for part in on_device(batch, mine, learner)]
+    parts = [select(batch, segments).to(learner.policy.device) for segments in mine]
+    found = [forward(part) for part in parts]  # all are there before: a copy waits for what a GPU is at
     for _ in range(_idle(hands, learner.data_parallel_rank)):
         forward(_shortest(batch))
     for segments, values in zip(mine, found, strict=True):  # only now, for it waits for a GPU
